@@ -1,0 +1,1 @@
+"""The `expert-net` program: trunk, routing and sampling here, experts on the nodes."""

@@ -1,0 +1,1 @@
+"""Model structure from mlx-lm: checkpoints, the seam where experts are replaced, the trunk."""

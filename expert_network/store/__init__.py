@@ -1,0 +1,1 @@
+"""The model directory in our format: manifest, reader, writer and conversion."""

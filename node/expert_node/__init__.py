@@ -1,0 +1,1 @@
+"""The `expert-node` daemon: loads its partition and answers dispatches and block fetches."""

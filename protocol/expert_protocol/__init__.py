@@ -1,0 +1,1 @@
+"""Wire frames, codecs and the two connection state machines: bytes in, events out, no I/O."""

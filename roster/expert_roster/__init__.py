@@ -1,0 +1,1 @@
+"""Rosters, rendezvous owner order, and the difference between two rosters: pure functions."""
