@@ -1,0 +1,79 @@
+"""Which MLX runs here, in which precision it computes, and the numerics id that names both."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from expert_network.errors import BackendMissing
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The MLX of this process.
+
+    `name` is "mlx-cpu", "mlx-metal" or "mlx-cuda"; `version` is MLX's; `isa` is the instruction-set
+    class of a CPU ("avx512", "avx2", "x86", "neon") or the architecture that a GPU names itself.
+    """
+
+    name: str
+    version: str
+    isa: str
+
+    def compute_dtype(self, stored: str) -> str:
+        """The dtype of activations for a checkpoint whose activation dtype is `stored`."""
+        # MLX on CPU has GatherMM for float32 only, and is ten times slower on quantized bfloat16.
+        return "float32" if self.name == "mlx-cpu" else stored
+
+    def numerics(self, compute_dtype: str) -> str:
+        """The id that two processes must share to promise each other identical bits."""
+        return f"{self.name}/switch-{self.version}/{compute_dtype}/{self.isa}"
+
+
+def detect() -> Backend:
+    """Import MLX and say what it is. Raises BackendMissing where it cannot be imported.
+
+    Call it before anything that imports mlx. On CPU it turns mx.compile off for this process.
+    """
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        raise BackendMissing(_how_to_install(str(error), sys.platform)) from error
+    if mx.default_device().type == mx.DeviceType.cpu:
+        # There it calls a C++ compiler: seconds at first use, a failure on a machine without one.
+        mx.disable_compile()
+        return Backend("mlx-cpu", version("mlx"), _cpu_isa(platform.machine(), _cpu_flags()))
+    name = "mlx-metal" if mx.metal.is_available() else "mlx-cuda"
+    return Backend(name, version("mlx"), str(mx.device_info().get("architecture", "gpu")))
+
+
+def _how_to_install(reason: str, system: str) -> str:
+    if system == "darwin":
+        advice = "reinstall it: pip install --force-reinstall mlx"
+    else:
+        advice = (
+            'install one: pip install "expert-network[cpu]", or on an NVIDIA machine '
+            '"expert-network[cuda13]", never both'
+        )
+    return f"MLX has no backend in this environment ({reason.rstrip('.')}); {advice}."
+
+
+def _cpu_isa(machine: str, flags: frozenset[str]) -> str:
+    if machine.lower() in ("arm64", "aarch64"):
+        return "neon"
+    if "avx512f" in flags:
+        return "avx512"
+    return "avx2" if "avx2" in flags else "x86"
+
+
+def _cpu_flags() -> frozenset[str]:
+    """The instruction sets that Linux lists; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").split())

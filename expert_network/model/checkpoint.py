@@ -1,0 +1,229 @@
+"""Open a Hugging Face checkpoint as a lazy mlx-lm model, or say in a sentence why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from mlx.nn.layers.base import Module
+from mlx_lm import utils as mlx_lm_utils
+
+from expert_network.errors import CheckpointError, ConfigRefused
+from expert_network.model.config import Config, code_entry, normalise_config
+from expert_network.model.seam import find_switches
+
+__all__ = ["Checkpoint", "model_classes", "normalise_config", "open_checkpoint"]
+
+# safetensors' own limit; a longer header is not one.
+MAX_HEADER = 100_000_000
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+_AGAIN = "download it again"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was checked. `model`'s arrays are lazy: nothing of them is in memory.
+
+    `config` is normalised and completed by mlx-lm's loader; `weight_bytes` counts all tensors.
+    """
+
+    model: Module
+    config: Config
+    path: Path
+    weight_bytes: int
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Check the checkpoint at `path` from the outside in, then load it lazily.
+
+    Raises ConfigRefused for a config that brings code, CheckpointError for everything else.
+    """
+    path = Path(path)
+    config = _read_config(path)
+    _check_model_type(path, config)
+    shards = _find_shards(path)
+    weight_bytes = sum(_check_shard(shard) for shard in shards)
+    with _as_mlx_lm_expects(path, shards) as folder:
+        model, config = _load(path, folder)
+    if not find_switches(model):
+        raise CheckpointError(path, *_without_switches(config))
+    return Checkpoint(model, config, path, weight_bytes)
+
+
+def model_classes(config: Config) -> tuple[type[Module], type[Any]]:
+    """mlx-lm's Model and ModelArgs for `config`, which is normalised in place.
+
+    mlx-lm's loader calls this with the very dict that it builds the model from.
+    """
+    normal = normalise_config(config)
+    config.clear()
+    config.update(normal)
+    return cast("tuple[type[Module], type[Any]]", mlx_lm_utils._get_classes(config))
+
+
+# --- the config
+
+
+def _read_config(path: Path) -> Config:
+    if not path.is_dir():
+        problem = "not a folder" if path.exists() else "no such folder"
+        raise CheckpointError(path, problem, "give the folder that holds config.json")
+    if (path / "trunk.safetensors").exists() and (path / "manifest.json").exists():
+        raise CheckpointError(path, "this is a store already", "use it as it is")
+    config = _read_json(path / "config.json", path)
+    for name in ("config.json", "tokenizer_config.json"):
+        if (path / name).exists() and (entry := code_entry(_read_json(path / name, path))):
+            raise ConfigRefused(path / name, entry)
+    return config
+
+
+def _read_json(file: Path, checkpoint: Path) -> Config:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        advice = "give the folder of a Hugging Face checkpoint"
+        raise CheckpointError(checkpoint, f"there is no {file.name}", advice) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(file, f"cannot be read as JSON ({error})", _AGAIN) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(file, "is not a JSON object", _AGAIN)
+    return value
+
+
+def _check_model_type(path: Path, config: Config) -> None:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(path / "config.json", "it names no model_type", _AGAIN)
+    try:
+        mlx_lm_utils._get_classes(config)
+    except (ValueError, AttributeError, TypeError, ImportError):
+        problem = f"mlx-lm knows no model_type {model_type!r}"
+        advice = "choose a model that it supports, or try a newer mlx-lm"
+        raise CheckpointError(path, problem, advice) from None
+
+
+# --- the files
+
+
+def _find_shards(path: Path) -> list[Path]:
+    """The files that hold the weights: the index's, else all that look like a model's."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        names = _read_json(index, path).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+            raise CheckpointError(index, "it has no weight_map", _AGAIN)
+        shards = sorted(set(names.values()))
+        if any(Path(name).name != name for name in shards):
+            raise CheckpointError(index, "it names files outside the folder", _AGAIN)
+    else:
+        present = sorted(file.name for file in path.glob("*.safetensors"))
+        shards = [name for name in present if name.startswith("model")] or present
+        shards = sorted({sibling for name in shards for sibling in _siblings(name)})
+    if not shards:
+        raise CheckpointError(path, *_without_safetensors(path))
+    missing = [name for name in shards if not (path / name).exists()]
+    if missing:
+        problem = f"{len(missing)} of {len(shards)} shards missing: {_some(missing)}"
+        raise CheckpointError(path, problem, "download what is missing")
+    return [path / name for name in shards]
+
+
+def _siblings(name: str) -> list[str]:
+    """All the names that model-00002-of-00003.safetensors implies."""
+    match = _NUMBERED.fullmatch(name)
+    if match is None or int(match[3]) > 100_000:
+        return [name]
+    width = len(match[2])
+    count = int(match[3])
+    return [f"{match[1]}-{n:0{width}}-of-{match[3]}.safetensors" for n in range(1, count + 1)]
+
+
+def _without_safetensors(path: Path) -> tuple[str, str]:
+    suffixes = {file.suffix for file in path.iterdir()}
+    if suffixes & {".bin", ".pt", ".pth"}:
+        return "its weights are pickles, which can run code", "find it saved as safetensors"
+    if ".gguf" in suffixes:
+        return "its weights are GGUF", "find it saved as safetensors"
+    return "there are no safetensors files", _AGAIN
+
+
+def _check_shard(shard: Path) -> int:
+    """Compare a shard's header with the file's size; the bytes of its tensors."""
+    size = shard.stat().st_size
+    with shard.open("rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            raise CheckpointError(shard, "a Git LFS pointer, not the weights", "git lfs pull")
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > MAX_HEADER:
+            raise CheckpointError(shard, "this is no safetensors file", _AGAIN)
+        header = file.read(length)
+    if len(header) < length:
+        raise CheckpointError(shard, "truncated within its header", _AGAIN)
+    data = _data_bytes(shard, header)
+    if size != 8 + length + data:
+        problem = f"{'truncated' if size < 8 + length + data else 'too long'}: {size} bytes, "
+        raise CheckpointError(shard, f"{problem}its header says {8 + length + data}", _AGAIN)
+    return data
+
+
+def _data_bytes(shard: Path, header: bytes) -> int:
+    try:
+        tensors = json.loads(header)
+        ends = [int(t["data_offsets"][1]) for k, t in tensors.items() if k != "__metadata__"]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(shard, "its safetensors header is damaged", _AGAIN) from error
+    return max(ends, default=0)
+
+
+@contextmanager
+def _as_mlx_lm_expects(path: Path, shards: list[Path]) -> Iterator[Path]:
+    """A folder in which mlx-lm's pattern model*.safetensors finds exactly `shards`."""
+    if sorted(path.glob("model*.safetensors")) == sorted(shards):
+        yield path
+        return
+    with TemporaryDirectory(prefix="expert-network-") as name:
+        folder = Path(name)
+        for file in path.glob("*.json"):
+            os.symlink(file.resolve(), folder / file.name)
+        for number, shard in enumerate(shards):
+            os.symlink(shard.resolve(), folder / f"model-{number:05}.safetensors")
+        yield folder
+
+
+# --- mlx-lm
+
+
+def _load(path: Path, folder: Path) -> tuple[Module, Config]:
+    try:
+        model, config = mlx_lm_utils.load_model(folder, lazy=True, get_model_classes=model_classes)
+    except Exception as error:  # mlx-lm raises whatever its code meets
+        reason = " ".join(str(error).split()) or "no reason given"
+        problem = f"mlx-lm cannot build it ({type(error).__name__}: {_short(reason)})"
+        advice = "its config and weights do not fit together, or this variant is not supported"
+        raise CheckpointError(path, problem, advice) from error
+    return cast(Module, model), cast(Config, config)
+
+
+def _without_switches(config: Config) -> tuple[str, str]:
+    if config["model_type"] == "dbrx":
+        return "dbrx is a mixture of experts that mlx-lm builds without a switch module", (
+            "it is the one such family that is not supported; choose another"
+        )
+    problem = f"this {config['model_type']} is not a mixture-of-experts model"
+    return problem, "run it with mlx-lm itself: there are no experts to spread"
+
+
+def _short(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
