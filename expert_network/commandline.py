@@ -8,24 +8,22 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from expert_network.errors import ExpertNetworkError
+from expert_network.progress import Progress
 from expert_network.units import size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress as Bars
 
 INTERNAL_ERROR = 70
 INTERRUPTED = 130
 DEBUG = "EXPERT_NETWORK_DEBUG"
-
-#: How long work reports on itself: what is being done, how much is done, how much there is.
-Report = Callable[[str, int, int], None]
 
 
 class DefaultGroup(click.Group):
@@ -68,6 +66,15 @@ class DefaultGroup(click.Group):
 
     def _is_own_option(self, ctx: click.Context, word: str) -> bool:
         return any(word in parameter.opts for parameter in self.get_params(ctx))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        command = self.get_command(ctx, self.default)
+        if command is None:
+            return
+        records = [record for option in command.params if (record := option.get_help_record(ctx))]
+        with formatter.section(f"Options of `{self.default}`, which is meant when none is named"):
+            formatter.write_dl(records)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [(name, self._short_help(ctx, name)) for name in self.list_commands(ctx)]
@@ -131,8 +138,8 @@ def _forget_stdout() -> None:
 
 
 @contextmanager
-def progress(stream: TextIO | None = None, *, counts: str = "bytes") -> Iterator[Report]:
-    """A progress display on `stream` (stderr): `report(what, done, total)` moves it.
+def progress(stream: TextIO | None = None, *, counts: str = "bytes") -> Iterator[Progress]:
+    """A progress display on `stream` (stderr), moved by calling what this yields.
 
     `counts` is "bytes", shown with speed, or the plural of what is counted ("blocks"). On a
     terminal each new `what` gets a bar with an ETA; elsewhere one line when it is complete.
@@ -151,7 +158,7 @@ class _PlainReport:
         self._started: dict[str, float] = {}
         self._finished: set[str] = set()
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, what: str) -> None:
         started = self._started.setdefault(what, time.monotonic())
         if done < total or what in self._finished:
             return
@@ -162,34 +169,34 @@ class _PlainReport:
 
 
 class _BarReport:
-    def __init__(self, bars: Progress) -> None:
+    def __init__(self, bars: Bars) -> None:
         self._bars = bars
         self._tasks: dict[str, Any] = {}
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, what: str) -> None:
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total)
         self._bars.update(self._tasks[what], completed=done, total=total)
 
 
-def _bars(stream: TextIO, counts: str) -> Progress:
+def _bars(stream: TextIO, counts: str) -> Bars:
     # rich takes a tenth of a second to import: only where a person looks at a bar.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
         MofNCompleteColumn,
-        Progress,
         ProgressColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
+    from rich.progress import Progress as Bars
 
     amount: list[ProgressColumn] = [DownloadColumn(), TransferSpeedColumn()]
     if counts != "bytes":
         amount = [MofNCompleteColumn(), TextColumn(counts)]
-    return Progress(
+    return Bars(
         TextColumn("{task.description}"),
         BarColumn(),
         *amount,

@@ -84,6 +84,11 @@ def test_help_imports_no_lazy_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert "tests.network.lazy_command" not in sys.modules
 
 
+def test_help_shows_the_options_of_the_default_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The options that need no command's name are in the first help a person reads."""
+    assert "--chat" in outcome(capsys, "--help")[1]
+
+
 def test_a_missing_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     """A command whose module cannot be imported says so and breaks no other command."""
     code, out, err = outcome(capsys, "absent")
@@ -165,11 +170,11 @@ def test_plain_progress_is_a_line_per_stage() -> None:
     """Off a terminal each stage is one line, written when it is complete."""
     stream = io.StringIO()
     with progress(stream) as report:
-        report("loading the trunk", 0, 2000)
-        report("loading the trunk", 1000, 2000)
+        report(0, 2000, "loading the trunk")
+        report(1000, 2000, "loading the trunk")
         assert stream.getvalue() == ""
-        report("loading the trunk", 2000, 2000)
-        report("loading the trunk", 2000, 2000)
+        report(2000, 2000, "loading the trunk")
+        report(2000, 2000, "loading the trunk")
     assert stream.getvalue().startswith("loading the trunk: 2.0 KB in ")
     assert stream.getvalue().count("\n") == 1
 
@@ -178,5 +183,5 @@ def test_progress_counts_other_things_than_bytes() -> None:
     """What is counted is named."""
     stream = io.StringIO()
     with progress(stream, counts="blocks") as report:
-        report("hashing", 3, 3)
+        report(3, 3, "hashing")
     assert stream.getvalue().startswith("hashing: 3 blocks in ")
