@@ -1,14 +1,32 @@
-"""The one place where a model's expert layers are found and replaced."""
+"""The one place where a model's expert layers are found and replaced.
+
+Whatever the family, mlx-lm calls its experts as `switch(x, ids)` on a SwitchGLU or SwitchMLP. A
+Seam takes that module's place by type and asks an Experts instead. See docs/model-families.md.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import (
+    QuantizedSwitchLinear,
+    SwitchGLU,
+    SwitchLinear,
+    SwitchMLP,
+)
+
+from expert_network.model.deferred import Deferred, Experts
+
+__all__ = ["Experts", "Mode", "Seam", "SwitchSite", "expert_tensors", "find_switches", "install"]
+
+Mode = Literal["sum", "exact"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -37,8 +55,117 @@ def find_switches(model: Module) -> list[SwitchSite]:
     return sorted(sites, key=lambda site: site.layer)
 
 
+def expert_tensors(switch: Module) -> dict[str, mx.array]:
+    """The arrays of a switch module that have an expert axis, by name relative to it.
+
+    They are those of its projections. Anything else in there (muse_spark keeps a norm) is trunk.
+    """
+    projections = {
+        key: child.parameters() for key, child in switch.items() if _is_projection(child)
+    }
+    return cast(dict[str, mx.array], tree_flatten(projections, destination={}))
+
+
+class Seam(Module):
+    """Stands where a switch module stood, and asks `experts` in its place."""
+
+    def __init__(self, site: SwitchSite, experts: Experts, mode: Mode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layer, self.experts, self.mode = site.layer, experts, mode
+        for key, child in site.module.items():
+            if not _is_projection(child):
+                self[key] = child
+
+    def __call__(self, x: mx.array, ids: mx.array) -> Any:
+        """x (..., D) and ids (..., k) to (..., k, D): an array, or in sum mode a Deferred."""
+        result = Deferred(self.experts, self.layer, x, ids)
+        return result if self.mode == "sum" else result.__mlx_array__()
+
+
+def install(model: Module, experts: Experts, mode: Mode) -> list[Seam]:
+    """Put a seam in the place of every switch module of `model`; nothing is evaluated.
+
+    In "exact" mode every seam asks for outputs. In "sum" mode those seams ask for weighted sums
+    whose family lets them, which a trial run on a few tokens finds out; the others ask for outputs
+    too, and have `mode` "exact". Returns the seams in the order of find_switches.
+    """
+    sites = find_switches(model)
+    summing = _layers_that_sum(model, sites) if mode == "sum" else set()
+    seams = [Seam(site, experts, "sum" if site.layer in summing else "exact") for site in sites]
+    _place(model, sites, seams)
+    return seams
+
+
+# --- the trial run
+
+
+class _Trial:
+    """Experts that return lazy zeros and remember what each layer asked for."""
+
+    def __init__(self) -> None:
+        self.last: SwitchSite | None = None
+        self.plain: set[int] = set()
+        self.summed: set[int] = set()
+
+    def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
+        self.plain.add(layer)
+        return mx.zeros((*ids.shape, x.shape[-1]), x.dtype)
+
+    def weighted_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
+        self.summed.add(layer)
+        return mx.zeros(x.shape, mx.float32)
+
+
+class _TrialSeam(Seam):
+    def __init__(self, site: SwitchSite, trial: _Trial, mode: Mode) -> None:
+        super().__init__(site, trial, mode)
+        self.called: Callable[[], None] = lambda: setattr(trial, "last", site)
+
+    def __call__(self, x: mx.array, ids: mx.array) -> Any:
+        self.called()
+        return super().__call__(x, ids)
+
+
+def _layers_that_sum(model: Module, sites: Sequence[SwitchSite]) -> set[int]:
+    """The layers whose block does nothing with a Deferred but multiply and sum it.
+
+    Functions of mx do not take a Deferred: the block that passes it to one raises. Then all blocks
+    of that type get arrays, and the trial starts again. A model that fails even so gets arrays
+    everywhere. Leaves trial seams in the model.
+    """
+    parents = {site.path: _parent_type(model, site.path) for site in sites}
+    refusing: set[type] = set()
+    while True:
+        trial = _Trial()
+        modes: list[Mode] = ["exact" if parents[s.path] in refusing else "sum" for s in sites]
+        seams = [_TrialSeam(s, trial, mode) for s, mode in zip(sites, modes, strict=True)]
+        _place(model, sites, seams)
+        try:
+            _run(model)
+        except Exception:  # whatever a family's code raises on an unknown object
+            if trial.last is None or parents[trial.last.path] in refusing:
+                return set()
+            refusing.add(parents[trial.last.path])
+        else:
+            return trial.summed - trial.plain
+
+
+def _run(model: Any) -> None:
+    """Build, and do not evaluate, the graph of a short prefill and of one step after it."""
+    cache = make_prompt_cache(model)
+    for tokens in (3, 1):
+        model(mx.zeros((1, tokens), mx.int32), cache=cache)
+
+
+# --- the module tree
+
+
 def _is_switch(node: object) -> bool:
     return isinstance(node, SwitchGLU | SwitchMLP)
+
+
+def _is_projection(node: object) -> bool:
+    return isinstance(node, SwitchLinear | QuantizedSwitchLinear)
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -48,6 +175,25 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     for key, child in children:
         if isinstance(child, dict | list | tuple):
             yield from _walk(child, f"{path}.{key}" if path else str(key))
+
+
+def _descend(model: Module, path: str) -> list[Any]:
+    """The containers on the way to `path`, the model first, what stands at `path` last."""
+    nodes: list[Any] = [model]
+    for part in path.split("."):
+        node = nodes[-1]
+        nodes.append(node[int(part)] if isinstance(node, list | tuple) else node[part])
+    return nodes
+
+
+def _parent_type(model: Module, path: str) -> type:
+    return next(type(n) for n in reversed(_descend(model, path)[:-1]) if isinstance(n, Module))
+
+
+def _place(model: Module, sites: Sequence[SwitchSite], seams: Sequence[Seam]) -> None:
+    for site, seam in zip(sites, seams, strict=True):
+        container, key = _descend(model, site.path)[-2], site.path.rpartition(".")[2]
+        container[int(key) if isinstance(container, list) else key] = seam
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
