@@ -1,0 +1,35 @@
+"""What the command line decided, in frozen dataclasses. No environment, no files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; names and meanings are mlx-lm's."""
+
+    max_tokens: int = 512
+    temp: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Which nodes, and how to talk to them. No nodes: all experts in this process.
+
+    `wire` is "bf16", "f16" or "f32", None for the mode's own; `key_text` is used where there is no
+    `key_file`; `home` holds the models folder and the cache.
+    """
+
+    nodes: tuple[str, ...]
+    exact: bool
+    wire: str | None
+    key_file: Path | None
+    key_text: str | None
+    home: Path

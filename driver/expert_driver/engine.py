@@ -1,0 +1,178 @@
+"""The token loop: prefill in chunks, then a token at a time, each given out as it is sampled.
+
+mlx-lm's own loop runs a step ahead of the tokens that it gives out. With experts on a network that
+step is a round trip per layer, which would delay each token and be wasted after the last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.quantized import QuantizedEmbedding
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from expert_driver.config import Sampling
+from expert_driver.context import Context
+from expert_driver.stopping import Stop
+from expert_network.errors import InputError
+
+CHUNK = 512  # tokens of a prompt in one pass: bounds the graph, the dispatches and the mask
+CLEAR_EVERY = 256  # tokens between two returns of MLX's spare buffers, as mlx-lm does
+
+Finish = Literal["stop", "length"]
+Sampler = Callable[[mx.array], mx.array]
+
+
+@dataclass
+class Timing:
+    """One reply's figures. Times in seconds; `reused` prompt tokens stood in the cache already."""
+
+    prompt_tokens: int = 0
+    reused: int = 0
+    tokens: int = 0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Engine:
+    """A model whose experts answer wherever they are. Use it on the thread that loaded it.
+
+    `eos` are the ids that end a reply; `vocabulary` is how many ids there are.
+    """
+
+    def __init__(self, model: Module, eos: frozenset[int], stop: Stop | None = None) -> None:
+        self.model, self.eos = model, eos
+        self.stop = Stop() if stop is None else stop
+        self.vocabulary = vocabulary_size(model)
+
+    def context(self) -> Context:
+        """A new, empty context."""
+        return Context(lambda: make_prompt_cache(self.model))
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise InputError unless there are ids and each is in the vocabulary."""
+        if not ids:
+            raise InputError("there are no token ids; give at least one.")
+        wrong = next((token for token in ids if not 0 <= token < self.vocabulary), None)
+        if wrong is not None:
+            raise InputError(
+                f"token id {wrong} is not in this model's vocabulary of {self.vocabulary} tokens; "
+                f"ids go from 0 to {self.vocabulary - 1}."
+            )
+
+    def logit_chunks(self, ids: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
+        """The logits after each of `ids`, as float32 arrays (at most CHUNK, vocabulary)."""
+        self.check_ids(ids)
+        context = self.context()
+        for start in range(0, len(ids), CHUNK):
+            chunk = ids[start : start + CHUNK]
+            logits = self._forward(context, chunk)[0].astype(mx.float32)
+            mx.eval(logits)
+            context.evaluate()
+            yield np.array(logits)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+        """The logits after each of `ids`: float32 (len(ids), vocabulary)."""
+        return np.concatenate(list(self.logit_chunks(ids)))
+
+    def generate(self, prompt: Sequence[int], context: Context, sampling: Sampling) -> Generation:
+        """A reply to `prompt`, of which `context` may hold a prefix already; iterate over it."""
+        self.check_ids(prompt)
+        return Generation(self, prompt, context, sampling)
+
+    def sampler(self, sampling: Sampling) -> Sampler:
+        """mlx-lm's sampler: logprobs (1, vocabulary) -> ids (1,)."""
+        # mlx-lm refuses a top_k that leaves nothing out.
+        top_k = sampling.top_k if sampling.top_k < self.vocabulary else 0
+        sampler: Sampler = make_sampler(
+            sampling.temp, top_p=sampling.top_p, min_p=sampling.min_p, top_k=top_k
+        )
+        return sampler
+
+    def _forward(self, context: Context, ids: Sequence[int]) -> mx.array:
+        """Logits (1, len(ids), vocabulary) after `ids`, which enter the context.
+
+        Whatever breaks the pass off leaves the context as it was before, or empty.
+        """
+        self.stop.check()
+        try:
+            logits: mx.array = self.model(mx.array([list(ids)]), cache=context.cache)
+        except BaseException:
+            context.recover()
+            raise
+        context.extend(ids)
+        return logits
+
+    def prefill(self, context: Context, ids: Sequence[int]) -> None:
+        """Read `ids` into the context, whose logits nobody needs."""
+        for start in range(0, len(ids), CHUNK):
+            self._forward(context, ids[start : start + CHUNK])
+            context.evaluate()
+            mx.clear_cache()
+
+    def step(self, context: Context, token: int, sampler: Sampler) -> int:
+        """Read one token and choose the next."""
+        logits = self._forward(context, [token])[:, -1, :]
+        chosen = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        return cast(int, chosen.item())
+
+
+class Generation:
+    """One reply, as an iterator over its token ids; an end-of-text token is not among them.
+
+    `finish` says afterwards why it ended: "stop" at an end-of-text token, "length" at max_tokens.
+    Raises what the experts raise, or Cancelled; the context then holds what was read until there.
+    """
+
+    def __init__(
+        self, engine: Engine, prompt: Sequence[int], context: Context, sampling: Sampling
+    ) -> None:
+        self._engine, self._prompt, self._context = engine, prompt, context
+        self._sampling = sampling
+        self.finish: Finish | None = None
+        self.timing = Timing(prompt_tokens=len(prompt))
+
+    def __iter__(self) -> Iterator[int]:
+        engine, context, timing = self._engine, self._context, self.timing
+        sampler = engine.sampler(self._sampling)
+        if self._sampling.seed is not None:
+            mx.random.seed(self._sampling.seed)
+        started = time.perf_counter()
+        rest = context.reuse(self._prompt)
+        timing.reused = len(context.tokens)
+        engine.prefill(context, rest[:-1])
+        token = engine.step(context, rest[-1], sampler)
+        timing.prefill_s = timing.first_token_s = time.perf_counter() - started
+        while not self._is_end(token):
+            timing.tokens += 1
+            yield token
+            if timing.tokens == self._sampling.max_tokens:
+                self.finish = "length"
+                return
+            before = time.perf_counter()
+            token = engine.step(context, token, sampler)
+            timing.decode_s += time.perf_counter() - before
+            if timing.tokens % CLEAR_EVERY == 0:
+                mx.clear_cache()
+        self.finish = "stop"
+
+    def _is_end(self, token: int) -> bool:
+        return token in self._engine.eos and not self._sampling.ignore_eos
+
+
+def vocabulary_size(model: Any) -> int:
+    """How many token ids `model` knows: what its config says, else its largest embedding."""
+    stated = getattr(getattr(model, "args", None), "vocab_size", None)
+    if isinstance(stated, int):
+        return stated
+    tables = (Embedding, QuantizedEmbedding)
+    return max(int(m.weight.shape[0]) for m in model.modules() if isinstance(m, tables))
