@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from expert_network.errors import ConfigRefused, StoreCorrupt, StoreError
+from expert_network.model.config import code_entry
 from expert_network.progress import Progress, silent
 from expert_network.store.manifest import (
     BLOCKS,
@@ -21,10 +22,10 @@ from expert_network.store.manifest import (
     Manifest,
 )
 
-REFUSED_ENTRIES = ("auto_map", "model_file")  # of a config: each would run code of its own
 MAX_CONFIG = 16 << 20  # bytes; a per-layer quantization map of 94 layers takes 100 KB
 CHUNK = 4 << 20  # bytes read at once when a whole file is hashed
 MAX_READ = 1 << 30  # bytes in one call: macOS refuses 2 GiB and more
+VERIFYING = "verifying"
 
 _REPAIR = "convert the checkpoint again or fetch the store from a peer"
 
@@ -45,12 +46,18 @@ class Store:
         Raises StoreError if it is not a store of this version, StoreCorrupt if a file is missing,
         cut short or (a config) changed, ConfigRefused if a config asks to run code.
         """
-        path = Path(path)
-        manifest = Manifest.from_bytes(_manifest_bytes(path), path / MANIFEST)
-        store = cls(path, manifest, {}, blocks)
-        store._check_sizes()
+        store = cls.open_unchecked(path, blocks)
+        for problem in store._size_problems().values():
+            raise problem
         store.config = store._read_configs()
         return store
+
+    @classmethod
+    def open_unchecked(cls, path: Path | str, blocks: bool = True) -> Store:
+        """Open a store of which only the manifest is known to be sound, to `verify` the rest."""
+        path = Path(path)
+        manifest = Manifest.from_bytes(_manifest_bytes(path), path / MANIFEST)
+        return cls(path, manifest, {}, blocks)
 
     @property
     def digest(self) -> str:
@@ -102,19 +109,17 @@ class Store:
 
         `only` limits the blocks to these experts by layer, for a node that keeps its part.
         """
-        problems: list[StoreError] = []
+        broken = self._size_problems()
+        problems: list[StoreError] = list(broken.values())
+        # Of a layer file of the wrong size the blocks are hashed all the same, to name the bad ones.
+        known = {n for n in broken if n in self.manifest.files or not (self.path / n).exists()}
         steps = self._verification(only)
         total, done = sum(size for _, size, _ in steps), 0
-        for what, size, step in steps:
-            try:
-                hashed = done
-                for count in step:
-                    hashed += count
-                    progress(hashed, total, what)
-            except StoreError as problem:
-                problems.append(problem)
+        for name, size, step in steps:
+            if name not in known:
+                problems += _problems(step, done, total, progress)
             done += size
-        progress(total, total, "verified")
+        progress(total, total, VERIFYING)
         return problems
 
     def _verification(
@@ -152,20 +157,13 @@ class Store:
             raise _bad_block(self.path, spec, expert, "is followed by bytes that are not zero")
         yield padding
 
-    def _check_sizes(self) -> None:
+    def _size_problems(self) -> dict[str, StoreError]:
+        """What is missing or has another size than it should, by name."""
         expected = {name: spec.size for name, spec in self.manifest.files.items()}
         if self.has_blocks:
             expected |= {spec.file: spec.file_bytes for spec in self.manifest.layers}
-        for name, size in expected.items():
-            try:
-                found = (self.path / name).stat().st_size
-            except FileNotFoundError:
-                raise StoreCorrupt(self.path / name, "the file is missing", _REPAIR) from None
-            except OSError as error:
-                raise _unreadable(self.path / name, error) from error
-            if found != size:
-                problem = f"the file has {found} bytes where the manifest says {size}"
-                raise StoreCorrupt(self.path / name, problem, _REPAIR)
+        problems = {name: _size_problem(self.path / name, size) for name, size in expected.items()}
+        return {name: problem for name, problem in problems.items() if problem is not None}
 
     def _read_configs(self) -> dict[str, Any]:
         """The config; the tokenizer's and the others are checked with it, each may name code."""
@@ -187,18 +185,9 @@ def read_config(file: Path) -> dict[str, Any]:
         raise StoreError(file, f"it is not JSON ({error})", _REPAIR) from error
     if not isinstance(config, dict):
         raise StoreError(file, "it is not a JSON object", _REPAIR)
-    refuse_code(config, file)
+    if entry := code_entry(config):
+        raise ConfigRefused(file, entry)
     return config
-
-
-def refuse_code(config: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigRefused if a config, or a part of it, names code to be run."""
-    for entry in REFUSED_ENTRIES:
-        if config.get(entry):
-            raise ConfigRefused(path, entry)
-    for value in config.values():
-        if isinstance(value, dict):
-            refuse_code(value, path)
 
 
 def is_vocabulary(name: str) -> bool:
@@ -206,6 +195,30 @@ def is_vocabulary(name: str) -> bool:
     return name in ("tokenizer.json", "vocab.json", "vocab.txt") or name.endswith(
         (".model", ".tiktoken")
     )
+
+
+def _problems(
+    step: Iterator[int], done: int, total: int, progress: Progress
+) -> Iterator[StoreError]:
+    """Run one step of a verification that stands at `done`; what it finds, if anything."""
+    try:
+        for count in step:
+            done += count
+            progress(done, total, VERIFYING)
+    except StoreError as problem:
+        yield problem
+
+
+def _size_problem(file: Path, size: int) -> StoreError | None:
+    try:
+        found = file.stat().st_size
+    except FileNotFoundError:
+        return StoreCorrupt(file, "the file is missing", _REPAIR)
+    except OSError as error:
+        return _unreadable(file, error)
+    if found == size:
+        return None
+    return StoreCorrupt(file, f"it has {found} bytes where the manifest says {size}", _REPAIR)
 
 
 def _manifest_bytes(path: Path) -> bytes:

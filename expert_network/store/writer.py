@@ -1,0 +1,268 @@
+"""Writing a store so that it either stands whole at OUT or not at all.
+
+Beside OUT a working folder OUT.partial holds a lock, a note for each finished layer, and the store
+as far as it is written. It survives a crash; a later run with the same fingerprint goes on from it,
+any other starts over. The manifest comes last, then one rename puts the store at OUT.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from expert_network.errors import DiskFull, StoreError
+from expert_network.places import PARTIAL
+from expert_network.store.manifest import (
+    BLOCKS,
+    MANIFEST,
+    FileSpec,
+    LayerSpec,
+    Manifest,
+    TensorSpec,
+    canonical,
+)
+
+# The suffix keeps even a finished store that was not yet renamed from being taken for one.
+_STORE = f"store{PARTIAL}"
+_LOCK = "lock"
+_FINGERPRINT = "fingerprint"
+_COPY = 1 << 20  # bytes
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class StoreWriter:
+    """One conversion into `out`, a context manager that holds the lock on OUT.partial.
+
+    `fingerprint` names source and options: layers that an earlier run finished are kept if its
+    fingerprint was the same. Raises StoreError if `out` is taken or another process writes it,
+    DiskFull when there is no room; what is finished by then stays for the next run.
+    """
+
+    def __init__(self, out: Path, fingerprint: str) -> None:
+        self.out = Path(os.path.abspath(out))
+        self._fingerprint = fingerprint
+        self._work = self.out.with_name(self.out.name + PARTIAL)
+        self._store = self._work / _STORE
+
+    def __enter__(self) -> StoreWriter:
+        check_out(self.out)
+        with disk_errors(self.out):
+            self._lock = _lock(self._work, self.out)
+        try:
+            check_out(self.out)  # whoever held the lock just before may have finished it
+            with disk_errors(self.out):
+                self._resume_or_start_over()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not any(self._work.glob("*.json")):  # no finished layer: nothing to go on from
+            shutil.rmtree(self._work, ignore_errors=True)
+        os.close(self._lock)
+
+    def reserve(self, needed: int) -> None:
+        """Raise DiskFull unless `needed` bytes fit, counting what finished layers hold already."""
+        with disk_errors(self.out):
+            free = shutil.disk_usage(self._work).free
+            files = [file for file in self._store.rglob("*") if file.is_file()]
+            there = sum(file.stat().st_blocks * 512 for file in files)
+        if needed > free + there:
+            raise DiskFull(self.out, needed, free + there)
+
+    def finished(self, spec: LayerSpec) -> LayerSpec | None:
+        """`spec` with its sha256 if an earlier run finished this layer, else None."""
+        try:
+            digests = json.loads(self._note(spec).read_bytes())
+            size = (self._store / spec.file).stat().st_size
+        except (OSError, ValueError):
+            return None
+        return replace(spec, sha256=tuple(digests)) if size == spec.file_bytes else None
+
+    @contextmanager
+    def layer(self, spec: LayerSpec) -> Iterator[LayerFile]:
+        """A new sparse file for one layer; removed again if the body raises."""
+        path = self._store / f"{spec.file}.tmp"
+        with disk_errors(self.out), path.open("w+b") as file:
+            os.ftruncate(file.fileno(), spec.file_bytes)
+            try:
+                yield LayerFile(path, file.fileno(), spec)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+
+    def finish_layer(self, file: LayerFile) -> LayerSpec:
+        """Hash the blocks as the disk gives them back; from here on the layer survives a crash."""
+        os.fsync(file.fd)
+        spec = replace(file.spec, sha256=tuple(file.digests()))
+        _rename(file.path, self._store / spec.file)
+        self._put(self._note(spec), [canonical(spec.sha256)])
+        return spec
+
+    def add(self, name: str, pieces: Iterable[bytes | memoryview]) -> FileSpec:
+        """Write one of the store's other files."""
+        return self._put(self._store / name, pieces)
+
+    def add_copy(self, source: Path) -> FileSpec:
+        """Copy a file under its own name."""
+        with source.open("rb") as file:
+            return self.add(source.name, iter(lambda: file.read(_COPY), b""))
+
+    def finish(self, manifest: Manifest) -> Path:
+        """Write the manifest and put the store at `out`. Returns `out`."""
+        check_out(self.out)
+        self.add(MANIFEST, [manifest.to_bytes()])
+        self._drop_strangers(manifest)
+        with disk_errors(self.out):
+            _rename(self._store, self.out)
+        shutil.rmtree(self._work, ignore_errors=True)
+        return self.out
+
+    def _resume_or_start_over(self) -> None:
+        mark = self._work / _FINGERPRINT
+        if not mark.exists() or mark.read_text() != self._fingerprint:
+            mark.unlink(missing_ok=True)
+            for old in self._work.iterdir():
+                if old.is_dir():
+                    shutil.rmtree(old)
+                elif old.name != _LOCK:
+                    old.unlink()
+            self._put(mark, [self._fingerprint.encode()])
+        (self._store / BLOCKS).mkdir(parents=True, exist_ok=True)
+
+    def _drop_strangers(self, manifest: Manifest) -> None:
+        """Remove what a killed run left under a temporary name."""
+        known = {MANIFEST, *manifest.files, *(spec.file for spec in manifest.layers)}
+        for file in list(self._store.rglob("*")):
+            if file.is_file() and file.relative_to(self._store).as_posix() not in known:
+                file.unlink()
+
+    def _note(self, spec: LayerSpec) -> Path:
+        return self._work / f"{Path(spec.file).name}.json"
+
+    def _put(self, path: Path, pieces: Iterable[bytes | memoryview]) -> FileSpec:
+        """Write a file whole: under a temporary name, fsync, rename."""
+        temporary = path.with_name(f"{path.name}.tmp")
+        digest, size = hashlib.sha256(), 0
+        with disk_errors(self.out):
+            with temporary.open("wb") as file:
+                for piece in pieces:
+                    digest.update(piece)
+                    size += file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            _rename(temporary, path)
+        return FileSpec(size, digest.hexdigest())
+
+
+class LayerFile:
+    """A layer's file while its blocks are filled in, in any order."""
+
+    def __init__(self, path: Path, fd: int, spec: LayerSpec) -> None:
+        self.path, self.fd, self.spec = path, fd, spec
+
+    def put(self, expert: int, tensor: TensorSpec, data: memoryview) -> None:
+        """Write one tensor of one block. `data` must have the tensor's nbytes."""
+        if data.nbytes != tensor.nbytes:
+            raise ValueError(f"{tensor.name} has {data.nbytes} bytes, not {tensor.nbytes}")
+        offset, rest = self.spec.offset(expert) + tensor.offset, data.cast("B")
+        while rest:
+            count = os.pwrite(self.fd, rest, offset)
+            offset, rest = offset + count, rest[count:]
+
+    def digests(self) -> Iterator[str]:
+        """The sha256 of each block, read back one at a time."""
+        block = memoryview(bytearray(self.spec.block_bytes))
+        for expert in range(self.spec.experts):
+            done = 0
+            while done < len(block):
+                count = os.preadv(self.fd, [block[done:]], self.spec.offset(expert) + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file became shorter")
+                done += count
+            yield hashlib.sha256(block).hexdigest()
+
+
+def check_out(out: Path) -> None:
+    """Raise StoreError unless a store can be put at `out`: nothing there, or an empty folder."""
+    advice = "choose another place, or remove it first"
+    if (out / MANIFEST).exists():
+        raise StoreError(out, "a store stands here already", advice)
+    if out.is_dir() and any(out.iterdir()):
+        raise StoreError(out, "this folder is not empty", advice)
+    if not out.is_dir() and os.path.lexists(out):
+        raise StoreError(out, "this is a file", advice)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn what the system says about writing `path` into DiskFull or StoreError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFull(path, None, _free(path)) from error
+        reason = error.strerror or str(error)
+        problem = f"it cannot be written ({reason})"
+        raise StoreError(path, problem, "check the disk and the permissions") from error
+
+
+def _free(path: Path) -> int:
+    """Bytes free where `path` would be; none if even that cannot be asked."""
+    for folder in path.parents:
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            continue
+    return 0
+
+
+def _lock(work: Path, out: Path) -> int:
+    """Create the working folder and take its lock; the descriptor holds it until it is closed."""
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # its holder finished in between, and removed the folder
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            advice = "wait until it ends, or choose another place"
+            raise StoreError(out, "another process is writing this store now", advice) from None
+        if _same_file(fd, work / _LOCK):
+            return fd
+        os.close(fd)
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Rename, and have the folder's entry on the disk before going on."""
+    os.replace(source, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
