@@ -19,7 +19,7 @@ from expert_network.errors import CheckpointError, ConfigRefused
 from expert_network.model.config import Config, code_entry, normalise_config
 from expert_network.model.seam import find_switches
 
-__all__ = ["Checkpoint", "model_classes", "normalise_config", "open_checkpoint"]
+__all__ = ["Checkpoint", "check_config", "model_classes", "normalise_config", "open_checkpoint"]
 
 # safetensors' own limit; a longer header is not one.
 MAX_HEADER = 100_000_000
@@ -46,8 +46,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     Raises ConfigRefused for a config that brings code, CheckpointError for everything else.
     """
     path = Path(path)
-    config = _read_config(path)
-    _check_model_type(path, config)
+    check_config(path)
     shards = _find_shards(path)
     weight_bytes = sum(_check_shard(shard) for shard in shards)
     with _as_mlx_lm_expects(path, shards) as folder:
@@ -55,6 +54,15 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if not find_switches(model):
         raise CheckpointError(path, *_without_switches(config))
     return Checkpoint(model, config, path, weight_bytes)
+
+
+def check_config(path: Path) -> Config:
+    """The config of the checkpoint at `path`, as it stands there, after the checks that need no
+    weights: a download makes them before the long part. Raises as open_checkpoint does.
+    """
+    config = _read_config(path)
+    _check_model_type(path, config)
+    return config
 
 
 def model_classes(config: Config) -> tuple[type[Module], type[Any]]:
