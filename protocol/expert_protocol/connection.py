@@ -1,0 +1,460 @@
+"""The two ends of a link, without its I/O: bytes in, events out, buffers to send.
+
+    while (event := connection.feed(exactly(connection.needs))) is None: ...
+
+A connection owns no payload memory. `needs` says how many bytes come next: 32 for a header, then
+that header's payload, whose size has been checked against everything known by then. `feed` takes
+exactly these bytes. The event's arrays are views of what was fed last.
+
+Everything that changes the state of a link is in the two tables below; an absent cell is the
+error. Both ends keep the same state, so one end's sending is the other's receiving. What we may
+not send raises LocalProtocolError and changes nothing. What the peer may not send raises
+RemoteProtocolError and ends the link: only one `refuse` can follow.
+
+A connection has no lock. A node that sends WORKING from another thread than its replies holds one
+lock around `working` and `reply`, each with the sending of its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, TypeVar
+from zlib import crc32
+
+from expert_network.errors import LocalProtocolError, RemoteProtocolError
+from expert_protocol.dtypes import WireDType
+from expert_protocol.frames import (
+    Dispatch,
+    ErrorReply,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Reply,
+    Welcome,
+    Working,
+    decode_dispatch,
+    decode_error,
+    decode_goodbye,
+    decode_hello,
+    decode_reply,
+    decode_welcome,
+    dispatch_pairs,
+    dispatch_size,
+    encode_dispatch,
+    encode_error,
+    encode_goodbye,
+    encode_hello,
+    encode_ping,
+    encode_pong,
+    encode_reply,
+    encode_welcome,
+    encode_working,
+    reply_size,
+)
+from expert_protocol.header import (
+    HEADER_SIZE,
+    MAX_HIDDEN,
+    MAX_PAYLOAD,
+    MAX_ROWS,
+    MAX_U32,
+    Buffer,
+    ErrorCode,
+    Header,
+    Kind,
+    ReplyMode,
+    decode_header,
+    encode_frame,
+    summed,
+)
+
+
+class State(IntEnum):
+    """Where a link stands. The same on both ends, but for what is still under way."""
+
+    FRESH = 0
+    GREETING = 1
+    IDLE = 2
+    WAITING = 3
+    PINGED = 4
+    CLOSED = 5
+    #: Something that is not the protocol came in. One last refusal may go out.
+    FAILED = 6
+
+
+Table = Mapping[State, Mapping[Kind, State]]
+
+DRIVER_SENDS: Table = {
+    State.FRESH: {Kind.HELLO: State.GREETING, Kind.GOODBYE: State.CLOSED},
+    State.GREETING: {Kind.GOODBYE: State.CLOSED},
+    State.IDLE: {
+        Kind.DISPATCH: State.WAITING,
+        Kind.PING: State.PINGED,
+        Kind.GOODBYE: State.CLOSED,
+    },
+    State.WAITING: {Kind.GOODBYE: State.CLOSED},
+    State.PINGED: {Kind.GOODBYE: State.CLOSED},
+    State.CLOSED: {},
+    State.FAILED: {Kind.GOODBYE: State.CLOSED},
+}
+
+# An ERROR about the link itself (sequence 0), or with one of FATAL's codes, closes it whatever
+# stands here.
+NODE_SENDS: Table = {
+    State.FRESH: {Kind.ERROR: State.CLOSED, Kind.GOODBYE: State.CLOSED},
+    State.GREETING: {
+        Kind.WELCOME: State.IDLE,
+        Kind.ERROR: State.CLOSED,
+        Kind.GOODBYE: State.CLOSED,
+    },
+    State.IDLE: {Kind.ERROR: State.CLOSED, Kind.GOODBYE: State.CLOSED},
+    State.WAITING: {
+        Kind.REPLY: State.IDLE,
+        Kind.WORKING: State.WAITING,
+        Kind.ERROR: State.IDLE,
+        Kind.GOODBYE: State.CLOSED,
+    },
+    State.PINGED: {
+        Kind.PING: State.IDLE,
+        Kind.ERROR: State.CLOSED,
+        Kind.GOODBYE: State.CLOSED,
+    },
+    State.CLOSED: {},
+    State.FAILED: {Kind.ERROR: State.CLOSED, Kind.GOODBYE: State.CLOSED},
+}
+
+#: After these the two ends no longer agree on where a frame starts, or never will agree.
+FATAL = frozenset({ErrorCode.PROTOCOL, ErrorCode.VERSION, ErrorCode.TOO_LARGE})
+
+DriverEvent = Welcome | Reply | ErrorReply | Pong | Working | Goodbye
+NodeEvent = Hello | Dispatch | Ping | Goodbye
+E = TypeVar("E", DriverEvent, NodeEvent)
+
+_NOTHING = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What the peer said it takes: nothing but a greeting, until it has said so."""
+
+    max_rows: int
+    max_payload: int
+    dtypes: tuple[WireDType, ...]
+
+
+class _Connection(Generic[E]):
+    """What both ends share: feeding, order, closing."""
+
+    def __init__(self, sends: Table, receives: Table, hidden: Callable[[int], int]) -> None:
+        self._sends, self._receives = sends, receives
+        self._hidden = hidden
+        self._state = State.FRESH
+        self._header: Header | None = None
+        self._running = 0
+        #: Bytes that `feed` takes next; 0 once nothing more can come.
+        self.needs = HEADER_SIZE
+
+    @property
+    def state(self) -> State:
+        """Where the link stands."""
+        return self._state
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will come, and at most a refusal may go."""
+        return self._state >= State.CLOSED
+
+    def feed(self, data: memoryview | bytes) -> E | None:
+        """The event that these `needs` bytes complete; None when a payload follows the header.
+
+        Raises RemoteProtocolError for what the peer may not send, and LocalProtocolError for
+        another number of bytes or a link that is closed.
+        """
+        if len(data) != self.needs or self._state >= State.CLOSED:
+            raise LocalProtocolError(f"{len(data)} bytes fed, {self.needs} needed")
+        try:
+            header = self._header
+            if header is None:
+                header = self._accept(data)
+                if header.length:
+                    return None
+                data = _NOTHING
+            return self._complete(header, data)
+        except RemoteProtocolError:
+            self._move(State.FAILED)
+            raise
+
+    def _accept(self, data: memoryview | bytes) -> Header:
+        """Check a header before its payload is asked for."""
+        header = decode_header(data)
+        if header.kind not in self._receives[self._state]:
+            problem = f"a {header.kind.name} came while the link was {self._state.name.lower()}"
+            raise RemoteProtocolError(problem)
+        self._check(header)
+        self._header, self._running = header, summed(data)
+        self.needs = header.length
+        return header
+
+    def _complete(self, header: Header, payload: memoryview | bytes) -> E:
+        if crc32(payload, self._running) != header.crc:
+            raise RemoteProtocolError(f"the checksum of a {header.kind.name} is wrong")
+        event = self._decode(header, payload)
+        self._header = None
+        self.needs = HEADER_SIZE
+        self._move(self._next(header, event))
+        return event
+
+    def _next(self, header: Header, event: E) -> State:
+        """The state after `event`."""
+        state = self._receives[self._state][header.kind]
+        if isinstance(event, ErrorReply):
+            return _after_error(state, event.code, header.sequence)
+        return state
+
+    def _may_send(self, kind: Kind) -> State:
+        """The state after sending `kind`. Raises LocalProtocolError if it may not go now."""
+        state = self._sends[self._state].get(kind)
+        if state is None:
+            problem = f"a {kind.name} may not be sent while the link is {self._state.name.lower()}"
+            raise LocalProtocolError(problem)
+        return state
+
+    def _move(self, state: State) -> None:
+        self._state = state
+        if state >= State.CLOSED:
+            self._header = None
+            self.needs = 0
+
+    def _hidden_of(self, layer: int) -> int:
+        """The row length of a layer; 0 when this model has no experts there."""
+        try:
+            hidden = self._hidden(layer)
+        except LookupError:
+            return 0
+        return hidden if 0 < hidden <= MAX_HIDDEN else 0
+
+    def _check(self, header: Header) -> None:
+        raise NotImplementedError
+
+    def _decode(self, header: Header, payload: memoryview | bytes) -> E:
+        raise NotImplementedError
+
+    def goodbye(self, reason: str) -> list[Buffer]:
+        """End the link, saying why."""
+        state = self._may_send(Kind.GOODBYE)
+        self._move(state)
+        return encode_goodbye(Goodbye(reason))
+
+
+class DriverConnection(_Connection[DriverEvent]):
+    """The driver's end: greets, then has one dispatch or ping outstanding at a time.
+
+    hidden: the row length of a layer; LookupError or 0 for a layer without experts.
+    """
+
+    def __init__(self, hidden: Callable[[int], int]) -> None:
+        super().__init__(DRIVER_SENDS, NODE_SENDS, hidden)
+        self._sequence = 0
+        self._repeats = (0, 0, 0, 0, 0)
+        self._reply_size = 0
+        self._max_reply = MAX_PAYLOAD
+        self._limits = _Limits(0, 0, ())
+
+    def hello(self, hello: Hello) -> list[Buffer]:
+        """The first frame."""
+        state = self._may_send(Kind.HELLO)
+        frame = encode_frame(Kind.HELLO, (encode_hello(hello),))
+        self._max_reply = min(hello.max_payload, MAX_PAYLOAD)
+        self._move(state)
+        return frame
+
+    def dispatch(self, dispatch: Dispatch) -> list[Buffer]:
+        """Ask for one layer's rows. Its arrays must not change until the buffers are sent."""
+        state = self._may_send(Kind.DISPATCH)
+        sequence = _following(self._sequence)
+        frame = encode_dispatch(dispatch, sequence)
+        size = self._check_limits(dispatch)
+        self._sequence, self._reply_size = sequence, size
+        self._repeats = (
+            dispatch.epoch, dispatch.layer, dispatch.dtype, dispatch.mode, len(dispatch.rows),
+        )  # fmt: skip
+        self._move(state)
+        return frame
+
+    def _check_limits(self, dispatch: Dispatch) -> int:
+        """The size of the reply, if neither end would refuse this dispatch for its size."""
+        (rows, hidden), pairs, limits = dispatch.rows.shape, dispatch.ids.size, self._limits
+        if hidden != self._hidden_of(dispatch.layer):
+            raise LocalProtocolError(f"layer {dispatch.layer} has no rows of {hidden} values")
+        asked = dispatch_size(rows, pairs, hidden, dispatch.dtype)
+        answered = reply_size(rows, pairs, hidden, dispatch.mode, dispatch.dtype)
+        if rows > limits.max_rows or asked > limits.max_payload or answered > self._max_reply:
+            problem = f"{rows} rows, {asked} bytes out and {answered} back are too many"
+            raise LocalProtocolError(f"{problem}; rows_that_fit says how many are not")
+        if dispatch.dtype not in limits.dtypes:
+            raise LocalProtocolError(f"the node does not take rows as {dispatch.dtype.label}")
+        return answered
+
+    def ping(self) -> list[Buffer]:
+        """Ask whether the node is there."""
+        state = self._may_send(Kind.PING)
+        self._sequence = _following(self._sequence)
+        self._move(state)
+        return encode_ping(self._sequence)
+
+    def refuse(self, error: RemoteProtocolError) -> list[Buffer]:
+        """What may still be sent after `feed` raised `error`: a GOODBYE that says so."""
+        return self.goodbye(str(error))
+
+    def _check(self, header: Header) -> None:
+        if header.kind is Kind.PING and not header.flags:
+            raise RemoteProtocolError("a node answers a PING and never sends one")
+        owed = self._state in (State.WAITING, State.PINGED)
+        awaited = self._sequence if owed and header.kind is not Kind.GOODBYE else 0
+        about_link = header.kind is Kind.ERROR and not header.sequence
+        if header.sequence != awaited and not about_link:
+            problem = f"a {header.kind.name} answers {header.sequence}; {awaited} is outstanding"
+            raise RemoteProtocolError(problem)
+        if header.kind is Kind.REPLY:
+            self._check_reply(header)
+
+    def _check_reply(self, header: Header) -> None:
+        if header[4:9] != self._repeats:  # epoch, layer, dtype, mode, rows
+            raise RemoteProtocolError("a REPLY differs from its DISPATCH in what it must repeat")
+        if header.length != self._reply_size:
+            problem = f"a REPLY of {header.length} bytes where {self._reply_size} are due"
+            raise RemoteProtocolError(problem)
+
+    def _decode(self, header: Header, payload: memoryview | bytes) -> DriverEvent:
+        match header.kind:
+            case Kind.REPLY:
+                return decode_reply(header, payload, self._hidden(header.layer))
+            case Kind.WORKING:
+                return Working()
+            case Kind.WELCOME:
+                welcome = decode_welcome(payload)
+                self._limits = _Limits(welcome.max_rows, welcome.max_payload, welcome.dtypes)
+                return welcome
+            case Kind.ERROR:
+                return decode_error(header, payload)
+            case Kind.PING:
+                return Pong()
+            case _:
+                return decode_goodbye(payload)
+
+
+class NodeConnection(_Connection[NodeEvent]):
+    """The node's end: answers, and speaks unasked only to end the link.
+
+    hidden: the row length of a layer; LookupError or 0 for a layer without experts.
+    """
+
+    def __init__(self, hidden: Callable[[int], int]) -> None:
+        super().__init__(NODE_SENDS, DRIVER_SENDS, hidden)
+        self._sequence = 0
+        #: The dispatch that is owed a reply, and its number of pairs.
+        self._request: Header | None = None
+        self._pairs = 0
+        self._max_reply = MAX_PAYLOAD
+        self._limits = _Limits(MAX_ROWS, MAX_PAYLOAD, ())
+
+    def welcome(self, welcome: Welcome) -> list[Buffer]:
+        """Accept the HELLO. `welcome`'s limits hold from here on."""
+        state = self._may_send(Kind.WELCOME)
+        frame = encode_frame(Kind.WELCOME, (encode_welcome(welcome),))
+        self._limits = _Limits(welcome.max_rows, welcome.max_payload, welcome.dtypes)
+        self._move(state)
+        return frame
+
+    def reply(self, reply: Reply) -> list[Buffer]:
+        """Answer the dispatch. `reply.data` must not change until the buffers are sent."""
+        state = self._may_send(Kind.REPLY)
+        request = self._request
+        assert request is not None
+        count = self._pairs if request.mode is ReplyMode.EXACT else request.rows
+        due = (request.mode, request.dtype, (count, self._hidden(request.layer)))
+        if (reply.mode, reply.dtype, reply.data.shape) != due:
+            given = (reply.mode, reply.dtype, reply.data.shape)
+            raise LocalProtocolError(f"a reply of {given} where {due} is due")
+        frame = encode_reply(reply, request)
+        self._move(state)
+        return frame
+
+    def error(self, code: ErrorCode, message: str) -> list[Buffer]:
+        """Refuse the dispatch that is outstanding; without one, refuse the link and close it.
+
+        PROTOCOL, VERSION and TOO_LARGE close it in any case.
+        """
+        state = self._may_send(Kind.ERROR)
+        sequence = self._sequence if self._state is State.WAITING else 0
+        self._move(_after_error(state, code, sequence))
+        return encode_error(ErrorReply(code, message), sequence)
+
+    def working(self) -> list[Buffer]:
+        """Say that the outstanding dispatch is still computed."""
+        self._may_send(Kind.WORKING)
+        return encode_working(self._sequence)
+
+    def pong(self) -> list[Buffer]:
+        """Answer a Ping."""
+        self._move(self._may_send(Kind.PING))
+        return encode_pong(self._sequence)
+
+    def refuse(self, error: RemoteProtocolError) -> list[Buffer]:
+        """What may still be sent after `feed` raised `error`: an ERROR with its code."""
+        return self.error(ErrorCode(error.code), str(error))
+
+    def _check(self, header: Header) -> None:
+        if header.kind is Kind.PING and header.flags:
+            raise RemoteProtocolError("a driver sends a PING and never answers one")
+        asks = header.kind in (Kind.DISPATCH, Kind.PING)
+        due = _following(self._sequence) if asks else 0
+        if header.sequence != due:
+            problem = f"a {header.kind.name} has sequence {header.sequence} where {due} is due"
+            raise RemoteProtocolError(problem)
+        if header.kind is Kind.DISPATCH:
+            self._check_dispatch(header)
+
+    def _check_dispatch(self, header: Header) -> None:
+        limits = self._limits
+        if header.rows > limits.max_rows or header.length > limits.max_payload:
+            problem = f"{header.rows} rows in {header.length} bytes are more than this node takes"
+            raise RemoteProtocolError(problem, ErrorCode.TOO_LARGE)
+        if header.dtype not in limits.dtypes:
+            raise RemoteProtocolError(f"this node does not take rows as {header.dtype.label}")
+        hidden = self._hidden_of(header.layer)
+        if not hidden:
+            raise RemoteProtocolError(f"this model has no experts in layer {header.layer}")
+        pairs = dispatch_pairs(header, hidden)
+        size = reply_size(header.rows, pairs, hidden, header.mode, header.dtype)
+        if size > self._max_reply:
+            problem = f"the reply to {pairs} pairs would be {size} bytes"
+            raise RemoteProtocolError(problem, ErrorCode.TOO_LARGE)
+        self._pairs = pairs
+
+    def _decode(self, header: Header, payload: memoryview | bytes) -> NodeEvent:
+        match header.kind:
+            case Kind.DISPATCH:
+                dispatch = decode_dispatch(header, payload, self._hidden(header.layer))
+                self._sequence, self._request = header.sequence, header
+                return dispatch
+            case Kind.PING:
+                self._sequence = header.sequence
+                return Ping()
+            case Kind.HELLO:
+                hello = decode_hello(payload)
+                self._max_reply = min(hello.max_payload, MAX_PAYLOAD)
+                return hello
+            case _:
+                return decode_goodbye(payload)
+
+
+def _after_error(state: State, code: ErrorCode, sequence: int) -> State:
+    return State.CLOSED if code in FATAL or not sequence else state
+
+
+def _following(sequence: int) -> int:
+    """The next sequence number: 1, 2, ... 2**32 - 1, 1. 0 means "no request"."""
+    return sequence % MAX_U32 + 1
