@@ -45,6 +45,7 @@ def build(store: Store) -> Module:
         reason = " ".join(str(error).split())[:300]
         problem = f"mlx-lm cannot build this model ({type(error).__name__}: {reason})"
         raise StoreError(store.path, problem, "upgrade mlx-lm, or convert it again") from error
+    model.__class__ = type(model).__bases__[0]  # Stored has done its part
     return cast(Module, model)
 
 
