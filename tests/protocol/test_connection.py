@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -171,7 +172,8 @@ def test_goodbye_from_the_driver() -> None:
 
 # Every cell of both tables
 
-SENDS: dict[Kind, Callable[[Any], list[Buffer]]] = {
+Calls = dict[Kind, Callable[[Any], list[Buffer]]]
+SENDS: Calls = {
     Kind.HELLO: lambda end: end.hello(hello()),
     Kind.WELCOME: lambda end: end.welcome(welcome()),
     Kind.DISPATCH: lambda end: end.dispatch(dispatch()),
@@ -180,11 +182,11 @@ SENDS: dict[Kind, Callable[[Any], list[Buffer]]] = {
     Kind.WORKING: lambda end: end.working(),
     Kind.GOODBYE: lambda end: end.goodbye("bye"),
 }
-DRIVER_CALLS = {
+DRIVER_CALLS: Calls = {
     **{kind: SENDS[kind] for kind in (Kind.HELLO, Kind.DISPATCH, Kind.GOODBYE)},
     Kind.PING: lambda end: end.ping(),
 }
-NODE_CALLS = {
+NODE_CALLS: Calls = {
     **{kind: SENDS[kind] for kind in (Kind.WELCOME, Kind.REPLY, Kind.ERROR, Kind.WORKING)},
     Kind.GOODBYE: SENDS[Kind.GOODBYE],
     Kind.PING: lambda end: end.pong(),
@@ -417,7 +419,7 @@ def test_the_driver_sends_nothing_the_node_would_refuse(
     node_says: Welcome, asked: Dispatch, words: str
 ) -> None:
     """What the WELCOME rules out is our own mistake, and the link stays as it was."""
-    driver, node = greeted(node_says=node_says, max_payload=120)
+    driver, _ = greeted(node_says=node_says, max_payload=120)
     with pytest.raises(LocalProtocolError, match=words):
         driver.dispatch(asked)
     assert driver.state is State.IDLE
@@ -470,8 +472,6 @@ def test_another_version_is_answered_so_that_it_is_understood() -> None:
 @pytest.mark.parametrize("version", [2, 255])
 def test_the_error_of_another_version_is_understood(version: int) -> None:
     """An ERROR from a node of another version arrives as an event, with its sentence."""
-    from zlib import crc32
-
     driver = DriverConnection(hidden)
     driver.hello(hello())
     payload = (99).to_bytes(2, "little") + b"this node speaks another version"

@@ -39,8 +39,8 @@ from tests.support.wire import HIDDEN, dispatch, facts, reply_to
 counts_of_rows = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
-def parts(frame: list[Buffer]) -> tuple[Header, bytearray]:
-    return decode_header(frame[0]), bytearray(b"".join(frame[1:]))
+def parts(frame: list[Buffer]) -> tuple[Header, memoryview]:
+    return decode_header(frame[0]), memoryview(bytearray(b"".join(frame[1:])))
 
 
 @given(

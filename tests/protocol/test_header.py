@@ -137,7 +137,7 @@ def test_an_error_of_another_version_is_read() -> None:
 def test_a_field_the_header_cannot_carry_is_our_fault(changes: dict[str, int]) -> None:
     """Out-of-range fields of our own raise LocalProtocolError."""
     with pytest.raises(LocalProtocolError, match="cannot carry"):
-        encode_frame(Kind.DISPATCH, **{"rows": 1, **changes})
+        encode_frame(Kind.DISPATCH, (), rows=1, **changes)
 
 
 @given(
