@@ -19,10 +19,13 @@ ExpertNetworkError                      exit code 1
     NodeRefused                             it answered with an ERROR frame or an HTTP error
     NotANode                                something else listens there
   NetworkMismatch                       4   nodes that cannot work together
+    NotOwned                                a block that is not where it was asked for
   KeyRefused                            4   no key, a wrong key, a replayed answer
   ProtocolError                         4
     LocalProtocolError                      our own mistake: a frame we may not send now
     RemoteProtocolError                     the peer's: what arrived is not the protocol
+  HubError                              4   the model hub refuses, or cannot be reached
+  ServiceError                          1   launchd or systemd could not be used
   Cancelled                           130   stopped on request
 
 `str(error)` is one sentence or two: what happened, where, and what to do. Fields carry the facts.
@@ -190,6 +193,20 @@ class NetworkMismatch(ExpertNetworkError):
     exit_code = 4
 
 
+class NotOwned(NetworkMismatch):
+    """A block was asked for where it is not held."""
+
+    def __init__(self, layer: int, expert: int) -> None:
+        super().__init__(layer, expert)
+        self.layer, self.expert = layer, expert
+
+    def __str__(self) -> str:
+        return (
+            f"block ({self.layer}, {self.expert}) is not held here; "
+            "start all nodes with the same roster, and the driver with all of their addresses."
+        )
+
+
 class KeyRefused(ExpertNetworkError):
     """The cluster key is missing, wrong, or its answer was used before."""
 
@@ -215,6 +232,30 @@ class RemoteProtocolError(ProtocolError):
 
     def __str__(self) -> str:
         return self.problem
+
+
+class HubError(ExpertNetworkError):
+    """A model could not be fetched from the hub. `repo` is org/name."""
+
+    exit_code = 4
+
+    def __init__(self, repo: str, problem: str, advice: str) -> None:
+        super().__init__(repo, problem, advice)
+        self.repo, self.problem, self.advice = repo, problem, advice
+
+    def __str__(self) -> str:
+        return f"{self.repo}: {self.problem}; {self.advice}."
+
+
+class ServiceError(ExpertNetworkError):
+    """A node could not be made a service of this machine, or taken away as one."""
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(problem, advice)
+        self.problem, self.advice = problem, advice
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.advice}."
 
 
 class Cancelled(ExpertNetworkError):
