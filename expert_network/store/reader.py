@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +83,31 @@ class Store:
         those of the manifest (`verify=False` leaves out the sha256), StoreError if reading fails.
         """
         spec = self.manifest.layer(layer)
-        if not 0 <= expert < spec.experts:
-            raise KeyError((layer, expert))
         view = memoryview(bytearray(spec.block_bytes)) if out is None else out.cast("B")
         view = view[: spec.block_bytes]
-        file = self.path / spec.file
-        with _opened(file) as fd:
-            if _read_at(fd, file, view, spec.offset(expert)) < spec.block_bytes:
-                raise _bad_block(self.path, spec, expert, "is cut short")
-        if verify and hashlib.sha256(view).hexdigest() != spec.sha256[expert]:
-            raise _bad_block(self.path, spec, expert, "does not match its sha256")
+        self.read_block_into(layer, expert, [view], verify)
         return view
+
+    def read_block_into(
+        self, layer: int, expert: int, pieces: Sequence[memoryview], verify: bool = True
+    ) -> None:
+        """Scatter one block over writable views of bytes, which are block_bytes long in all.
+
+        Raises what read_block raises.
+        """
+        spec = self.manifest.layer(layer)
+        if not 0 <= expert < spec.experts:
+            raise KeyError((layer, expert))
+        file, offset, digest = self.path / spec.file, spec.offset(expert), hashlib.sha256()
+        with _opened(file) as fd:
+            for piece in pieces:
+                if _read_at(fd, file, piece, offset) < len(piece):
+                    raise _bad_block(self.path, spec, expert, "is cut short")
+                offset += len(piece)
+                if verify:
+                    digest.update(piece)
+        if verify and digest.hexdigest() != spec.sha256[expert]:
+            raise _bad_block(self.path, spec, expert, "does not match its sha256")
 
     def check_file(self, name: str) -> None:
         """Hash one of the manifest's files. Raises StoreCorrupt if it is not what it was."""
