@@ -71,3 +71,42 @@ def lfm() -> Module:
 def _built(model: Any) -> Module:
     mx.eval(model.parameters())
     return cast(Module, model)
+
+
+class Letters:
+    """A tokenizer of one token a character, for conversations with a tiny model."""
+
+    has_chat_template = True
+    eos_token_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(char) % VOCABULARY for char in text]
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+        marks = {"system": 1, "user": 2, "assistant": 3}
+        ids = []
+        for message in messages:
+            ids += [marks[message["role"]], *self.spelled(message["content"]), 4]
+        return [*ids, 3]
+
+    def spelled(self, text: str) -> list[int]:
+        """The ids whose pieces make up `text`: a reply is read back as the tokens it was."""
+        words = text.split()
+        return (
+            [int(w[1:]) for w in words] if all(w[:1] == "t" for w in words) else self.encode(text)
+        )
+
+    @property
+    def detokenizer(self) -> Letters.Detokenizer:
+        return Letters.Detokenizer()
+
+    class Detokenizer:
+        """Token 7 becomes "t7 "."""
+
+        last_segment = ""
+
+        def add_token(self, token: int) -> None:
+            self.last_segment = f"t{token} "
+
+        def finalize(self) -> None:
+            self.last_segment = ""

@@ -1,0 +1,43 @@
+"""`expert-net logits`: the parity tool, which needs token ids and no tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from expert_driver import options
+
+
+@click.command("logits", context_settings=options.CONTEXT)
+@options.store_argument
+@click.option(
+    "--ids",
+    required=True,
+    metavar="1,2,3|FILE",
+    help="Token ids, or a file of them: .npy, .json, or text with spaces or commas between.",
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The .npy file to write: float32 (number of ids, vocabulary).",
+)
+@options.network_options
+def command(
+    store: str | None,
+    ids: str,
+    output: Path,
+    nodes: tuple[str, ...],
+    exact: bool,
+    wire: str | None,
+    key_file: Path | None,
+    home: Path | None,
+) -> None:
+    """Write the logits after each of the given token ids."""
+    config = options.network_config(nodes, exact, wire, key_file, home)
+    # Imported here: it imports numpy and MLX.
+    from expert_driver import parity
+
+    parity.run(store, config, parity.read_ids(ids), output)

@@ -1,0 +1,51 @@
+"""`expert-net STORE`: chat, or the reply to one prompt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from expert_driver import options
+
+
+@click.command("run", context_settings=options.CONTEXT)
+@options.store_argument
+@options.network_options
+@click.option("--chat", is_flag=True, help="Chat; meant at a terminal when there is no -p.")
+@click.option("-p", "--prompt", help="Reply to this and end; - reads it from standard input.")
+@click.option("--system-prompt", help="What the model is told before the conversation.")
+@options.sampling_options(max_tokens=512)
+@options.verbose_option
+def command(
+    store: str | None,
+    nodes: tuple[str, ...],
+    exact: bool,
+    wire: str | None,
+    key_file: Path | None,
+    home: Path | None,
+    chat: bool,
+    prompt: str | None,
+    system_prompt: str | None,
+    verbose: bool,
+    **values: Any,
+) -> None:
+    """Chat with a model, or answer one prompt.
+
+    Without --nodes all experts are computed in this process. With --nodes and no STORE the trunk
+    and the tokenizer are fetched from a node, once.
+    """
+    if chat and prompt is not None:
+        raise click.UsageError("--chat and -p exclude each other.")
+    if prompt is None and not chat and not sys.stdin.isatty():
+        prompt = "-"
+    question = sys.stdin.read() if prompt == "-" else prompt
+    if question is not None and not question.strip():
+        raise click.UsageError("the prompt is empty.")
+    config = options.network_config(nodes, exact, wire, key_file, home)
+    # Imported here: all of it imports MLX.
+    from expert_driver import talk
+
+    talk.run(store, config, options.sampling(values), question, system_prompt, verbose)

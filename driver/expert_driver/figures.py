@@ -1,0 +1,104 @@
+"""What a reply cost: counters that the dispatcher fills, and the lines that -v makes of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from expert_driver.engine import Timing
+from expert_network.units import duration, size
+
+KEPT = 1 << 16  # newest single-row dispatches that the median is taken of
+
+
+@dataclass
+class NodeFigures:
+    """One node's part. Bytes are counted at the socket; microseconds are the node's own."""
+
+    name: str
+    dispatches: int = 0
+    rows: int = 0
+    pairs: int = 0
+    sent: int = 0
+    received: int = 0
+    queue_us: int = 0
+    compute_us: int = 0
+
+
+@dataclass
+class NetworkFigures:
+    """All dispatches since the last `reset`.
+
+    Those of a single row are counted apart: a token that is generated costs one in each layer.
+    `single_s` are their durations in seconds, `single_bytes` what they sent and received.
+    """
+
+    mode: str
+    wire: str
+    layers: int
+    nodes: list[NodeFigures]
+    dispatches: int = 0
+    singles: int = 0
+    single_bytes: int = 0
+    single_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def count(self, rows: int, seconds: float, traffic: int) -> None:
+        """Add one dispatch of `rows` rows that moved `traffic` bytes."""
+        self.dispatches += 1
+        if rows == 1:
+            self.singles += 1
+            self.single_bytes += traffic
+            self.single_s.append(seconds)
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.nodes = [NodeFigures(node.name) for node in self.nodes]
+        self.dispatches = self.singles = self.single_bytes = 0
+        self.single_s.clear()
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes sent and received for one generated token; 0 before there was one."""
+        return self.single_bytes / self.singles * self.layers if self.singles else 0.0
+
+    @property
+    def layer_s(self) -> float:
+        """Median seconds of one layer's dispatch of a single row; 0 before there was one."""
+        return median(self.single_s) if self.single_s else 0.0
+
+
+def lines(timing: Timing, network: NetworkFigures | None, peak_bytes: int) -> list[str]:
+    """The figures of one reply, a line each; docs/driver.md says how to read them."""
+    read = timing.prompt_tokens - timing.reused
+    rate = (timing.tokens - 1) / timing.decode_s if timing.decode_s else 0.0
+    found = [
+        f"{timing.tokens} tokens, {rate:.1f} tok/s; prompt {timing.prompt_tokens} tokens, "
+        f"{timing.reused} reused, {read / timing.prefill_s if timing.prefill_s else 0:.1f} tok/s; "
+        f"first token after {duration(timing.first_token_s)}; peak memory {size(peak_bytes)}"
+    ]
+    if network is None:
+        return [*found, "experts: all in this process, exact"]
+    found.append(
+        f"experts: {len(network.nodes)} nodes, {network.mode} replies, {network.wire} on the wire; "
+        f"{duration(network.layer_s)} per layer (median), "
+        f"{size(network.bytes_per_token)} per token"
+    )
+    return found + shares(network.nodes)
+
+
+def shares(nodes: Sequence[NodeFigures]) -> list[str]:
+    """Who did how much, a line for each node, in the order of the roster."""
+    pairs = sum(node.pairs for node in nodes) or 1
+    width = max(len(node.name) for node in nodes)
+    return [
+        f"  {node.name:<{width}}  {node.pairs / pairs:6.1%} of pairs  {node.rows:>7} rows  "
+        f"{size(node.sent):>9} out  {size(node.received):>9} in  "
+        f"{_mean(node.compute_us, node):>8} computing, {_mean(node.queue_us, node):>8} waiting"
+        for node in nodes
+    ]
+
+
+def _mean(microseconds: int, node: NodeFigures) -> str:
+    return duration(microseconds / 1e6 / node.dispatches) if node.dispatches else "-"

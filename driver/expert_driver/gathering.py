@@ -1,0 +1,191 @@
+"""Sending one dispatch to several nodes at once and gathering every reply, against the clock."""
+
+from __future__ import annotations
+
+import select
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import numpy.typing as npt
+
+from expert_driver.figures import NodeFigures
+from expert_driver.links import Link
+from expert_driver.routing import Share
+from expert_network.errors import NodeError, NodeTimeout
+from expert_protocol.dtypes import WireDType
+from expert_protocol.frames import Dispatch, Reply, ReplyMode, Working, rows_that_fit
+
+SILENCE_S = 5.0  # without a frame from a node that owes one; a busy node says WORKING each second
+LIMIT_S = 600.0  # for one part in all, however often the node says that it is working
+GRACE_S = 0.5  # for the others to reply once a node has failed, so that the error comes within 1 s
+
+Raw = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What a layer asks of all nodes together.
+
+    rows: raw (N, D); ids: uint16 and weights: float32, both (N * k,).
+    """
+
+    layer: int
+    epoch: int
+    mode: ReplyMode
+    dtype: WireDType
+    rows: Raw
+    ids: Raw
+    weights: Raw
+
+    def dispatch(self, share: Share) -> Dispatch:
+        """The frame for one share."""
+        every = len(share.rows) == len(self.rows)
+        rows = self.rows if every else self.rows[share.rows]
+        ids, weights = self.ids[share.pairs], self.weights[share.pairs]
+        return Dispatch(
+            self.layer, self.epoch, self.mode, self.dtype, rows, share.offsets, ids, weights
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One node's part of a call, in as many dispatches as its limits ask for.
+
+    `replies` pairs each part with its values, raw (R, D) or (P, D).
+    """
+
+    link: Link
+    call: Call
+    waiting: deque[Share]
+    figures: NodeFigures
+    replies: list[tuple[Share, Raw]] = field(default_factory=list)
+    silent_at: float = 0.0
+    late_at: float = 0.0
+
+    def send(self) -> bool:
+        """Send the first part that waits; False, since its reply is owed."""
+        self.late_at = monotonic() + LIMIT_S
+        self.link.dispatch(self.call.dispatch(self.waiting[0]), SILENCE_S)
+        self.silent_at = monotonic() + SILENCE_S
+        return False
+
+    def take(self) -> bool:
+        """Read one frame that has begun to arrive; True once nothing more is owed."""
+        event = self.link.receive(SILENCE_S)
+        self.silent_at = monotonic() + SILENCE_S
+        if not isinstance(event, Reply):
+            assert isinstance(event, Working), event
+            return False
+        share = self.waiting.popleft()
+        # The reply's memory is the link's, and the next frame's too.
+        self.replies.append((share, event.data.copy()))
+        self._count(share, event)
+        if self.waiting:
+            self.send()
+        return not self.waiting
+
+    def _count(self, share: Share, reply: Reply) -> None:
+        figures = self.figures
+        figures.dispatches += 1
+        figures.rows += len(share.rows)
+        figures.pairs += len(share.pairs)
+        figures.queue_us += reply.queue_us
+        figures.compute_us += reply.compute_us
+
+    def too_late(self, now: float) -> NodeTimeout | None:
+        """The error if the node has been silent, or busy, for too long."""
+        if now >= self.silent_at:
+            problem = f"has sent nothing for {SILENCE_S:g} s"
+            return NodeTimeout(self.link.name, problem, "see whether it and its network are up")
+        if now >= self.late_at:
+            problem = f"has worked on one dispatch for {LIMIT_S:g} s"
+            return NodeTimeout(self.link.name, problem, "see what keeps it busy")
+        return None
+
+
+def parts(share: Share, link: Link, call: Call, k: int) -> deque[Share]:
+    """`share` in parts that are within the node's limits and ours, k experts to a row."""
+    welcome = link.greeting.welcome
+    rows = rows_that_fit(
+        call.rows.shape[1], k, call.mode, call.dtype, welcome.max_rows, welcome.max_payload
+    )
+    if len(share.rows) <= rows:
+        return deque((share,))
+    return deque(share.part(start, start + rows) for start in range(0, len(share.rows), rows))
+
+
+def gather(jobs: Sequence[Job]) -> None:
+    """Send all jobs and take all replies.
+
+    If a node fails the others may still reply for GRACE_S; then the first failure is raised. Links
+    that failed or still owe a reply are closed, also when an interrupt breaks this off.
+    """
+    gathering = _Gathering()
+    try:
+        for job in jobs:
+            gathering.begin(job)
+        gathering.finish()
+    finally:
+        gathering.abandon()
+    if gathering.failed:
+        raise gathering.failed[0]
+
+
+class _Gathering:
+    """The jobs that are owed a reply, by descriptor, and the failures in the order they came."""
+
+    def __init__(self) -> None:
+        self._owing: dict[int, Job] = {}
+        self._poll = select.poll()
+        self._over_at = float("inf")
+        self.failed: list[NodeError] = []
+
+    def begin(self, job: Job) -> None:
+        descriptor = job.link.fileno()
+        self._owing[descriptor] = job
+        self._poll.register(descriptor, select.POLLIN)
+        self._try(descriptor, job.send)
+
+    def finish(self) -> None:
+        while self._owing and (now := monotonic()) < self._over_at:
+            for descriptor in self._arrived(now):
+                if self._try(descriptor, self._owing[descriptor].take):
+                    self._forget(descriptor)
+            self._expire()
+
+    def abandon(self) -> None:
+        for job in self._owing.values():
+            job.link.close()
+
+    def _arrived(self, now: float) -> list[int]:
+        """Descriptors with something to read, waiting until the next deadline for one."""
+        deadlines = (min(job.silent_at, job.late_at) for job in self._owing.values())
+        left = min(self._over_at, *deadlines) - now
+        # Rounded up: poll counts whole milliseconds, and 0 would spin until the deadline.
+        return [descriptor for descriptor, _ in self._poll.poll(max(0, int(left * 1000) + 1))]
+
+    def _expire(self) -> None:
+        now = monotonic()
+        for descriptor, job in list(self._owing.items()):
+            if error := job.too_late(now):
+                job.link.close()
+                self._fail(descriptor, error)
+
+    def _try(self, descriptor: int, act: Callable[[], bool]) -> bool:
+        try:
+            return act()
+        except NodeError as error:
+            self._fail(descriptor, error)
+            return False
+
+    def _fail(self, descriptor: int, error: NodeError) -> None:
+        self._forget(descriptor)
+        self.failed.append(error)
+        self._over_at = min(self._over_at, monotonic() + GRACE_S)
+
+    def _forget(self, descriptor: int) -> None:
+        del self._owing[descriptor]
+        self._poll.unregister(descriptor)

@@ -1,0 +1,92 @@
+"""The nodes of one driver: links to all of them, checked together, opened again when they break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+from expert_driver.agreement import Agreement, Wanted, agree
+from expert_driver.figures import NetworkFigures, NodeFigures
+from expert_driver.links import Link
+from expert_network.errors import ExpertNetworkError
+
+LOOK_S = 0.5  # unused for so long, a link is looked at before it is used
+PING_S = 20.0  # unused for so long, its node is asked whether it is there
+
+
+class Network:
+    """Links to all nodes, in the order of their roster. Used by one thread.
+
+    `ready` is to be called before every use: it opens what is closed again, with all checks.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], wanted: Wanted, open_link: Callable[[str], Link]
+    ) -> None:
+        self._urls, self.wanted, self._open = tuple(urls), wanted, open_link
+        self._links: dict[str, Link] = {}
+        self._used = monotonic()
+        self.links: list[Link] = []
+        self.agreement: Agreement = self._reopen()
+        self.figures = NetworkFigures(
+            "exact" if wanted.exact else "sum",
+            wanted.wire.label,
+            len(wanted.shape),
+            [NodeFigures(link.name) for link in self.links],
+        )
+
+    def ready(self) -> Agreement:
+        """See that every link is open. Raises NodeError, KeyRefused or NetworkMismatch."""
+        unused = monotonic() - self._used
+        if unused > LOOK_S:
+            for link in self.links:
+                link.check(ping=unused > PING_S)
+        if any(link.closed for link in self.links):
+            self.agreement = self._reopen()
+        return self.agreement
+
+    @property
+    def traffic(self) -> int:
+        """Bytes sent and received on the links that are open, counted at the sockets."""
+        return sum(sum(link.traffic) for link in self.links)
+
+    def used(self) -> None:
+        """Say that all links have just been used."""
+        self._used = monotonic()
+
+    def close(self) -> None:
+        """End all links."""
+        for link in self._links.values():
+            link.goodbye()
+
+    def _reopen(self) -> Agreement:
+        missing = [u for u in self._urls if u not in self._links or self._links[u].closed]
+        self._links |= open_all(missing, self._open)
+        try:
+            agreement = agree([self._links[url].greeting for url in self._urls], self.wanted)
+        except ExpertNetworkError:
+            # What does not fit is asked again, and not kept, when the network is next used.
+            for url in missing:
+                self._links[url].close()
+            raise
+        self.links = [self._links[greeting.url] for greeting in agreement.nodes]
+        return agreement
+
+
+def open_all(urls: Sequence[str], open_link: Callable[[str], Link]) -> dict[str, Link]:
+    """Open links to all of `urls` at once. If one fails the others are closed, and it is raised."""
+    opened: dict[str, Link] = {}
+    failures: list[BaseException] = []
+    with ThreadPoolExecutor(max(1, len(urls))) as pool:
+        futures = [(url, pool.submit(open_link, url)) for url in urls]
+        for url, future in futures:
+            try:
+                opened[url] = future.result()
+            except ExpertNetworkError as error:
+                failures.append(error)
+    if failures:
+        for link in opened.values():
+            link.close()
+        raise failures[0]
+    return opened

@@ -1,0 +1,174 @@
+"""From options to a model that answers: the store, the experts here or on nodes, the trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from expert_driver import fetching
+from expert_driver.agreement import Wanted
+from expert_driver.config import NetworkConfig
+from expert_driver.dispatcher import NetworkExperts
+from expert_driver.engine import Engine
+from expert_driver.figures import NetworkFigures
+from expert_driver.links import Opener
+from expert_driver.network import Network
+from expert_driver.stopping import Stop
+from expert_driver.text import Text
+from expert_network import places
+from expert_network.backend import Backend, detect
+from expert_network.commandline import progress
+from expert_network.errors import InputError, OutOfMemory
+from expert_network.experts.partition import Blocks, load_partition, partition_bytes
+from expert_network.memory import available_memory
+from expert_network.model.deferred import Experts
+from expert_network.model.seam import Mode
+from expert_network.model.trunk import load_trunk
+from expert_network.net.auth import ClusterKey
+from expert_network.store.manifest import TRUNK, Manifest
+from expert_network.store.reader import Store
+from expert_protocol.dtypes import WireDType
+from expert_protocol.frames import Hello
+from expert_protocol.header import VERSION
+
+WORKING_BYTES = 200_000_000  # besides the weights: activations, a small KV cache, the interpreter
+
+
+@dataclass
+class Session:
+    """An open model. `network` is None where all experts are in this process."""
+
+    store: Store
+    engine: Engine
+    text: Text | None
+    network: Network | None
+
+    @property
+    def figures(self) -> NetworkFigures | None:
+        """The network's counters."""
+        return None if self.network is None else self.network.figures
+
+
+@contextmanager
+def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator[Session]:
+    """The model of the store called `name` (None: the only one, or the nodes' own), ready to use.
+
+    Raises whatever keeps it from answering, as early as it can be known; see expert_network.errors.
+    """
+    backend = detect()
+    key = read_key(config)
+    stop = Stop()
+    store = _find(name, config, key)
+    text = Text.open(store) if with_text else None
+    if not config.nodes:
+        experts = _load_experts(store, backend)
+        # The reference that exact mode is measured against.
+        yield Session(store, _engine(store, backend, experts, "exact", text, stop), text, None)
+        return
+    _check_memory(store.manifest, {}, "leave other programs, or use a machine with more memory")
+    network = connect(config, key, store.manifest, backend)
+    try:
+        mode: Mode = "exact" if config.exact else "sum"
+        engine = _engine(store, backend, NetworkExperts(network), mode, text, stop)
+        yield Session(store, engine, text, network)
+    finally:
+        network.close()
+
+
+def connect(
+    config: NetworkConfig, key: ClusterKey | None, manifest: Manifest, backend: Backend
+) -> Network:
+    """Links to all nodes of `config`, checked. Raises NodeError, KeyRefused, NetworkMismatch."""
+    compute = backend.compute_dtype(manifest.dtype)
+    wanted = Wanted(
+        manifest.digest, manifest.shape, compute, config.exact, choose_wire(config, compute)
+    )
+    hello = Hello(
+        protocol=VERSION,
+        model_digest=manifest.digest,
+        roster_digest=None,
+        epoch=0,
+        dtypes=(wanted.wire,),
+        numerics=backend.numerics(compute),
+        exact=config.exact,
+    )
+    opener = Opener(key, hello, lambda layer: manifest.layer(layer).hidden)
+    return Network(config.nodes, wanted, opener.open)
+
+
+def choose_wire(config: NetworkConfig, compute_dtype: str) -> WireDType:
+    """What rows travel as. Raises InputError for another --wire than --exact can have."""
+    exact = WireDType.for_compute(compute_dtype)
+    if not config.exact:
+        return WireDType.from_label(config.wire or WireDType.BF16.label)
+    if config.wire not in (None, exact.label):
+        raise InputError(
+            f"--exact carries rows in the dtype they are computed in, here {exact.label}; leave "
+            f"--wire {config.wire} out, or leave --exact out."
+        )
+    return exact
+
+
+def read_key(config: NetworkConfig) -> ClusterKey | None:
+    """The cluster key, if one was given. Raises KeyRefused for a text that is none."""
+    if config.key_file is not None:
+        return ClusterKey.read(config.key_file)
+    return ClusterKey.from_text(config.key_text) if config.key_text else None
+
+
+def _find(name: str | None, config: NetworkConfig, key: ClusterKey | None) -> Store:
+    """The store: with nodes, one without blocks will do, and without a name theirs is fetched."""
+    if not config.nodes:
+        path = (
+            places.only_store(config.home) if name is None else places.find_store(name, config.home)
+        )
+        return Store.open(path)
+    if name is not None:
+        return Store.open(places.find_store(name, config.home), blocks=False)
+    with progress() as report:
+        return fetching.fetch(config.nodes, key, places.cache_dir(config.home), report)
+
+
+def _load_experts(store: Store, backend: Backend) -> Experts:
+    blocks = {layer: np.arange(experts) for layer, experts in store.manifest.shape}
+    advice = "spread the experts over nodes (--nodes), or use a model that is smaller"
+    _check_memory(store.manifest, blocks, advice)
+    with progress() as report:
+        return load_partition(store, blocks, backend, report)
+
+
+def _check_memory(manifest: Manifest, blocks: Blocks, advice: str) -> None:
+    trunk = manifest.files[TRUNK].size
+    needed, available = (
+        trunk + partition_bytes(manifest, blocks) + WORKING_BYTES,
+        available_memory(),
+    )
+    if needed > available:
+        what = "the trunk" if not blocks else "the model (trunk and all experts)"
+        raise OutOfMemory(what, needed, available, advice)
+
+
+class Interruptible:
+    """Experts that look at a Stop before each of their layers."""
+
+    def __init__(self, experts: Experts, stop: Stop) -> None:
+        self._experts, self._stop = experts, stop
+
+    def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
+        self._stop.check()
+        return self._experts.outputs(layer, x, ids)
+
+    def weighted_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
+        self._stop.check()
+        return self._experts.weighted_sum(layer, x, ids, weights)
+
+
+def _engine(
+    store: Store, backend: Backend, experts: Experts, mode: Mode, text: Text | None, stop: Stop
+) -> Engine:
+    model = load_trunk(store, backend, Interruptible(experts, stop), mode)
+    return Engine(model, text.eos if text else frozenset(), stop)

@@ -1,0 +1,98 @@
+"""Logits of given token ids, written to a file: what `expert-net logits` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from expert_driver.config import NetworkConfig
+from expert_driver.opening import opened
+from expert_network.errors import InputError
+
+_LIST = re.compile(r"\s*-?\d+(\s*,\s*-?\d+)*\s*,?\s*")
+
+
+def run(store: str | None, config: NetworkConfig, ids: list[int], output: Path) -> None:
+    """Write float32 (len(ids), vocabulary) to `output`, which appears whole or not at all."""
+    with opened(store, config, with_text=False) as session:
+        engine = session.engine
+        engine.check_ids(ids)
+        with replacing(output) as file:
+            header = {
+                "descr": np.dtype("<f4").str,
+                "fortran_order": False,
+                "shape": (len(ids), engine.vocabulary),
+            }
+            np.lib.format.write_array_header_1_0(file, header)
+            for chunk in engine.logit_chunks(ids):
+                file.write(np.ascontiguousarray(chunk, "<f4").data)
+
+
+def read_ids(text: str) -> list[int]:
+    """The ids of --ids: "1,2,3", or what a .npy, .json or text file holds. Raises InputError."""
+    if _LIST.fullmatch(text):
+        return [int(word) for word in re.findall(r"-?\d+", text)]
+    file = Path(text).expanduser()
+    try:
+        values = _read(file)
+    except FileNotFoundError:
+        raise InputError(
+            f"--ids {text!r} is neither a list like 1,2,3 nor a file that exists."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(file, str(error)) from error
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise _unreadable(file, "it does not hold one flat list of whole numbers")
+    return values
+
+
+def _read(file: Path) -> Any:
+    if file.suffix == ".npy":
+        array = np.load(file, allow_pickle=False)
+        return array.tolist() if np.issubdtype(array.dtype, np.integer) else None
+    text = file.read_text(encoding="utf-8")
+    return json.loads(text) if file.suffix == ".json" else [int(w) for w in _words(text)]
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.split(r"[\s,\[\]]+", text) if word]
+
+
+def _unreadable(file: Path, why: str) -> InputError:
+    return InputError(
+        f"{file} cannot be read as token ids ({why}); give a .npy file of integers, a .json list, "
+        "or text with spaces or commas between the ids."
+    )
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `path` at the end, or nothing if an error comes before it."""
+    folder = path.absolute().parent
+    temporary = tempfile.NamedTemporaryFile(  # noqa: SIM115 closed below, before the rename
+        dir=folder, prefix=f".{path.name}.", suffix=".partial", delete=False
+    )
+    try:
+        with temporary:
+            yield cast(BinaryIO, temporary)
+            temporary.flush()
+            os.fsync(temporary.fileno())
+        os.chmod(temporary.name, 0o666 & ~_umask())
+        os.replace(temporary.name, path)
+    except BaseException:
+        os.unlink(temporary.name)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

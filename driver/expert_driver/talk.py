@@ -1,0 +1,59 @@
+"""A conversation on the command line: what `expert-net STORE` does once its options are read."""
+
+from __future__ import annotations
+
+import sys
+
+from expert_driver import figures
+from expert_driver.chat import Chat, reader_for, stream
+from expert_driver.config import NetworkConfig, Sampling
+from expert_driver.conversation import Conversation
+from expert_driver.opening import Session, opened
+from expert_network.memory import peak_rss
+
+
+def run(
+    store: str | None,
+    config: NetworkConfig,
+    sampling: Sampling,
+    question: str | None,
+    system: str | None,
+    verbose: bool,
+) -> None:
+    """Reply to `question`, or chat if there is none."""
+    with opened(store, config, with_text=True) as session:
+        talk(session, sampling, question, system, verbose)
+
+
+def talk(
+    session: Session,
+    sampling: Sampling,
+    question: str | None,
+    system: str | None,
+    verbose: bool,
+) -> None:
+    """Reply to `question` or chat, over a session that is open."""
+    assert session.text is not None
+    conversation = Conversation(session.engine, session.text, sampling, system)
+
+    def after(conversation: Conversation) -> None:
+        if verbose:
+            show_figures(session, conversation)
+
+    if question is not None:
+        stream(conversation, question, sys.stdout)
+        after(conversation)
+        return
+    if not session.text.has_template:
+        print("This model has no chat template: it continues what you write.", file=sys.stderr)
+    Chat(conversation, reader_for(sys.stdin), sys.stdout, sys.stderr, after).run()
+
+
+def show_figures(session: Session, conversation: Conversation) -> None:
+    """Print the figures of the last reply on stderr, and count the next one's from zero."""
+    assert conversation.last is not None
+    for line in figures.lines(conversation.last.timing, session.figures, peak_rss()):
+        print(line, file=sys.stderr)
+    sys.stderr.flush()
+    if session.figures is not None:
+        session.figures.reset()
