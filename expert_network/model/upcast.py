@@ -9,8 +9,7 @@ bfloat16 matrix is nearly as fast as a float32 one (4096 x 2048, one row, one co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -45,19 +44,17 @@ def to_float32(model: Any) -> None:
     piece when called, and embeddings give float32. Whatever else holds a large half-precision array
     is left to MLX's promotion: right, only slower.
     """
+    classes: dict[type, type] = {}
     for module in model.modules():
         for key, value in list(module.items()):
             if is_half(value) and (value.ndim < 2 or value.nbytes <= SMALL_BYTES):
                 module[key] = value.astype(mx.float32)
         for plain, mixin in _MIXINS.items():
             # A family's own subclass keeps what it does, unless it computes in another way.
-            if isinstance(module, plain) and type(module).__call__ is plain.__call__:
-                module.__class__ = _mixed(mixin, type(module))
-
-
-@cache
-def _mixed(mixin: Any, plain: Any) -> type:
-    return type(f"Float32{plain.__name__}", (mixin, plain), {})
+            kind = type(module)
+            if isinstance(module, plain) and kind.__call__ is plain.__call__:
+                made = classes.setdefault(kind, type(f"Float32{kind.__name__}", (mixin, kind), {}))
+                module.__class__ = made
 
 
 def _multiply(x: mx.array, weight: mx.array) -> mx.array:
@@ -103,7 +100,8 @@ class _Float32QuantizedLinear(Module):
 
 class _Float32Embedding(Module):
     def __call__(self, ids: mx.array) -> mx.array:
-        return self["weight"][ids].astype(mx.float32)
+        rows = cast(mx.array, self["weight"][ids])
+        return rows.astype(mx.float32)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return _multiply(x, self["weight"])
@@ -111,7 +109,7 @@ class _Float32Embedding(Module):
 
 class _Float32QuantizedEmbedding(Module):
     def __call__(self, ids: mx.array) -> mx.array:
-        rows: mx.array = super().__call__(ids)
+        rows = cast(mx.array, super().__call__(ids))
         return rows.astype(mx.float32)
 
     def as_linear(self, x: mx.array) -> mx.array:
