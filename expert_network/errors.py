@@ -120,7 +120,7 @@ class OutOfMemory(ResourceError):
 
 
 class DiskFull(ResourceError):
-    """There is no room for what is to be written. Sizes in bytes; `needed` None: met while writing."""
+    """No room for what is to be written. Sizes in bytes; `needed` None: met while writing."""
 
     def __init__(self, path: Path | str, needed: int | None, available: int) -> None:
         super().__init__(path, needed, available)

@@ -19,7 +19,14 @@ from expert_network.errors import CheckpointError, ConfigRefused
 from expert_network.model.config import Config, code_entry, normalise_config
 from expert_network.model.seam import find_switches
 
-__all__ = ["Checkpoint", "check_config", "model_classes", "normalise_config", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "check_config",
+    "check_experts",
+    "model_classes",
+    "normalise_config",
+    "open_checkpoint",
+]
 
 # safetensors' own limit; a longer header is not one.
 MAX_HEADER = 100_000_000
@@ -63,6 +70,21 @@ def check_config(path: Path) -> Config:
     config = _read_config(path)
     _check_model_type(path, config)
     return config
+
+
+def check_experts(path: Path, config: Config) -> None:
+    """Raise CheckpointError if this config's model has no experts, as far as that can be told.
+
+    The model is built without its weights: a download asks before it fetches them.
+    """
+    config = json.loads(json.dumps(config))
+    try:
+        classes: tuple[Any, Any] = model_classes(config)
+        model = classes[0](classes[1].from_dict(config))
+    except Exception:  # the loader's own repairs of a config may still make it work
+        return
+    if not find_switches(model):
+        raise CheckpointError(path, *_without_switches(config))
 
 
 def model_classes(config: Config) -> tuple[type[Module], type[Any]]:
