@@ -1,0 +1,326 @@
+"""Frames over a blocking socket: the shell around a sans-I/O connection, for the token loop.
+
+One system call for a header, one for a payload, one to send a frame; the kernel keeps the time.
+No byte beyond a frame is read before the next `receive`, so that poll() tells the truth.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from expert_network.errors import (
+    Cancelled,
+    ExpertNetworkError,
+    LocalProtocolError,
+    NodeClosed,
+    NodeTimeout,
+    RemoteProtocolError,
+)
+from expert_network.net.opening import open_link, prepare
+
+__all__ = ["Buffer", "Connection", "FrameStream", "open_link"]
+
+#: Seconds for the peer to take a frame off our hands.
+SEND_TIMEOUT = 5.0
+#: The receive buffer a stream starts with: the payload of a batch-1 dispatch of any model.
+FIRST_BUFFER = 64 << 10
+#: A buffer that one large frame made larger than this is given back after it.
+KEPT_BUFFER = 16 << 20
+#: What a peer may still send while its link is ended politely.
+MAX_LINGER = 1 << 20
+
+Buffer = bytes | memoryview
+E_co = TypeVar("E_co", covariant=True)
+E = TypeVar("E")
+
+_TIMEVAL = struct.Struct("@ll")
+
+
+class Connection(Protocol[E_co]):
+    """The sans-I/O end of a link, as expert_protocol.connection has it."""
+
+    @property
+    def needs(self) -> int:
+        """Bytes wanted next, bounded; 0 when nothing more can come."""
+
+    def feed(self, data: memoryview, /) -> E_co | None:
+        """The event that these bytes complete. Raises RemoteProtocolError."""
+
+    def refuse(self, error: RemoteProtocolError, /) -> Sequence[Buffer]:
+        """What to say last after `error`."""
+
+
+class FrameStream(Generic[E]):
+    """One link's socket, which it owns from now on.
+
+    After any error but Cancelled, an interrupt included, nobody knows where in a frame the socket
+    stands: it is closed, and the stream refuses further use with LocalProtocolError. One thread
+    may receive while another sends; `interrupt` may be called from any thread.
+
+    peer: the node's name or URL, or the driver's address, for sentences.
+    linger: seconds to let the peer read a refusal before the socket is closed.
+    spin: seconds to ask again and again before sleeping for a frame. Saves the wake-up, costs a
+        core.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        connection: Connection[E],
+        peer: str,
+        *,
+        linger: float = 0.0,
+        spin: float = 0.0,
+    ) -> None:
+        self.peer = peer
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._sock, self._connection = sock, connection
+        self._linger, self._spin = linger, spin
+        self._closed = self._interrupted = False
+        self._header = memoryview(bytearray(32))
+        self._buffer = _memory(FIRST_BUFFER)
+        self._receive_timeout = self._send_timeout = -1.0
+        #: When the last whole frame went or came: silence counts from here.
+        self._last = self._deadline = monotonic()
+        sock.settimeout(None)
+        prepare(sock)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this stream is of no more use."""
+        return self._closed
+
+    def fileno(self) -> int:
+        """For poll: readable when `receive` has something to read. -1 once closed."""
+        return self._sock.fileno()
+
+    def send(self, buffers: Sequence[Buffer], timeout: float = SEND_TIMEOUT) -> None:
+        """Send one frame's buffers, uncopied, within `timeout` seconds.
+
+        Raises NodeTimeout if the peer does not take them, NodeClosed if it is gone.
+        """
+        self._usable()
+        try:
+            self._send(buffers, timeout)
+        except BaseException:
+            self.close()
+            raise
+        self._last = monotonic()
+
+    def receive(self, silence: float, frame: float | None = None) -> E:
+        """The next event; its arrays hold until the next call.
+
+        Raises NodeTimeout if no whole frame comes within `silence` seconds after the last whole
+        frame that came or went, however many bytes drip in meanwhile; and, if `frame` is given,
+        when one that has begun is not complete that many seconds later. Raises NodeClosed at the
+        end of the stream, RemoteProtocolError after sending the connection's refusal, and
+        Cancelled after `interrupt`, which leaves the stream usable for sending.
+        """
+        self._usable()
+        try:
+            event = self._next_event(silence, frame)
+        except Cancelled:
+            raise
+        except RemoteProtocolError as error:
+            self._refuse(error)
+            raise
+        except BaseException:
+            self.close()
+            raise
+        self._last = monotonic()
+        return event
+
+    def interrupt(self) -> None:
+        """Make `receive` raise Cancelled between two frames, now or when it is next called."""
+        self._interrupted = True
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
+    def finish(self, buffers: Sequence[Buffer] = (), timeout: float = SEND_TIMEOUT) -> None:
+        """Send the last frame, let the peer read it for `linger` seconds, and close. No errors."""
+        if self._closed:
+            return
+        try:
+            self._send(buffers, timeout)
+            self._sock.shutdown(socket.SHUT_WR)
+            # Closing with bytes unread resets the connection, and the last frame would be lost.
+            self._discard(monotonic() + self._linger)
+        except (OSError, ExpertNetworkError):
+            pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket at once. Closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            with suppress(OSError):  # wakes a thread that is receiving
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.close()
+            self._buffer = _memory(0)
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise LocalProtocolError(f"the link to {self.peer} is closed and was used again")
+
+    # Sending
+
+    def _send(self, buffers: Sequence[Buffer], timeout: float) -> None:
+        size = 0
+        for part in buffers:
+            size += part.nbytes if isinstance(part, memoryview) else len(part)
+        if not size:
+            return
+        if timeout != self._send_timeout:
+            self._set_timeout(socket.SO_SNDTIMEO, timeout)
+            self._send_timeout = timeout
+        try:
+            sent = self._sock.sendmsg(buffers)
+            if sent != size:
+                self._send_rest(buffers, sent, monotonic() + timeout)
+        except BlockingIOError:
+            raise self._not_taken(timeout) from None
+        except OSError as error:
+            raise self._gone(error) from error
+        self.bytes_sent += size
+
+    def _send_rest(self, buffers: Sequence[Buffer], sent: int, deadline: float) -> None:
+        left = [memoryview(part).cast("B") for part in buffers]
+        while True:
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if not left:
+                return
+            left[0] = left[0][sent:]
+            if monotonic() >= deadline:
+                raise self._not_taken(self._send_timeout)
+            sent = self._sock.sendmsg(left)
+
+    # Receiving
+
+    def _next_event(self, silence: float, frame: float | None) -> E:
+        self._deadline = self._last + silence
+        connection = self._connection
+        if self._spin:
+            self._spin_until(min(self._deadline, monotonic() + self._spin))
+        begun = False
+        while True:
+            needs = connection.needs
+            if not needs:
+                raise LocalProtocolError(f"the link to {self.peer} has ended and was read again")
+            view = self._room(needs, begun)
+            self._fill(view, silence, frame, begun)
+            event = connection.feed(view)
+            if event is not None:
+                return event
+            begun = True
+
+    def _room(self, needs: int, payload: bool) -> memoryview:
+        if not payload:
+            if needs != len(self._header):
+                self._header = memoryview(bytearray(needs))
+            return self._header
+        size = len(self._buffer)
+        if needs > size or (size > KEPT_BUFFER and needs <= KEPT_BUFFER):
+            # Views of the old buffer keep it alive; we no longer do.
+            self._buffer = _memory(max(needs, FIRST_BUFFER))
+        return self._buffer[:needs]
+
+    def _fill(self, view: memoryview, silence: float, frame: float | None, begun: bool) -> None:
+        got, size = 0, len(view)
+        while got < size:
+            left = self._deadline - monotonic()
+            if left <= 0:
+                raise self._silent(silence, begun)
+            self._wait_at_most(left, silence)
+            try:
+                count = self._sock.recv_into(view[got:] if got else view)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._gone(error) from error
+            if not count:
+                raise self._ended(begun)
+            got += count
+            self.bytes_received += count
+            if not begun:
+                begun = True
+                if frame is not None:
+                    self._deadline = min(self._deadline, monotonic() + frame)
+
+    def _spin_until(self, deadline: float) -> None:
+        peeked = bytearray(1)
+        while monotonic() < deadline:
+            with suppress(BlockingIOError):
+                self._sock.recv_into(peeked, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                return
+
+    def _wait_at_most(self, left: float, silence: float) -> None:
+        """Give the kernel a timeout of at most `left`: the same in most calls, so rarely set."""
+        step = silence / 8
+        wanted = left // step * step if step <= left < float("inf") else left
+        if wanted != self._receive_timeout:
+            self._set_timeout(socket.SO_RCVTIMEO, wanted)
+            self._receive_timeout = wanted
+
+    def _set_timeout(self, option: int, seconds: float) -> None:
+        # 0 is "for ever" to the kernel.
+        whole = 0 if seconds == float("inf") else max(1000, int(seconds * 1e6))
+        try:
+            self._sock.setsockopt(
+                socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(whole, 1_000_000))
+            )
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _refuse(self, error: RemoteProtocolError) -> None:
+        try:
+            self.finish(self._connection.refuse(error))
+        finally:
+            self.close()
+
+    def _discard(self, deadline: float) -> None:
+        scrap = bytearray(64 << 10)
+        taken = 0
+        while taken < MAX_LINGER and (left := deadline - monotonic()) > 0:
+            self._sock.settimeout(left)
+            count = self._sock.recv_into(scrap)
+            if not count:
+                return
+            taken += count
+
+    # Sentences
+
+    def _silent(self, silence: float, inside: bool) -> NodeTimeout:
+        problem = (
+            f"was silent for {silence:g} s" if not inside else "did not finish a frame in time"
+        )
+        return NodeTimeout(self.peer, problem, "check that it runs and that its network is up")
+
+    def _not_taken(self, timeout: float) -> NodeTimeout:
+        advice = "check that it runs and that its network is up"
+        return NodeTimeout(self.peer, f"took no bytes for {timeout:g} s", advice)
+
+    def _ended(self, inside: bool) -> ExpertNetworkError:
+        if self._interrupted and not inside:
+            return Cancelled(f"the link to {self.peer} was interrupted")
+        problem = "closed the link" + (" in the middle of a frame" if inside else "")
+        return NodeClosed(self.peer, problem, "check that it still runs, and its log")
+
+    def _gone(self, error: OSError) -> NodeClosed:
+        reset = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        problem = "reset the link" if reset else f"lost the link ({error.strerror or error})"
+        return NodeClosed(self.peer, problem, "check that it still runs, and its log")
+
+
+def _memory(size: int) -> memoryview:
+    # Unlike a bytearray, not touched before it is used: a large frame costs what has arrived of it.
+    return np.empty(size, np.uint8).data
