@@ -1,0 +1,6 @@
+"""`python -m expert_node` is `expert-node`."""
+
+from expert_node.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""The command line of `expert-node`: options to a NodeConfig, and on to the daemon or a service."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from expert_network import __version__
+from expert_network.commandline import DefaultGroup, run_command
+from expert_network.net.address import is_loopback
+from expert_network.net.auth import ClusterKey
+from expert_node import service
+from expert_node.config import NodeConfig, options
+
+KEY_VARIABLE = "EXPERT_NETWORK_KEY"
+_SETTINGS = {"auto_envvar_prefix": "EXPERT_NODE", "help_option_names": ["-h", "--help"]}
+_NOT_OF_A_SERVICE = ("stop_at_eof",)
+
+
+@click.group(cls=DefaultGroup, default="run", context_settings=_SETTINGS)
+@click.version_option(__version__, prog_name="expert-node")
+def cli() -> None:
+    """Serve one node's part of a mixture-of-experts model.
+
+    Each option can also be given as an environment variable, EXPERT_NODE_ROSTER for --roster.
+    """
+
+
+@click.command(context_settings=_SETTINGS)
+def run(**values: Any) -> int:
+    """Load the blocks that the roster gives this node and answer drivers until stopped."""
+    config = _config(values)
+    # Before anything that imports mlx: a machine without a backend gets one sentence.
+    from expert_network.backend import detect
+
+    backend = detect()
+    from expert_node import daemon
+
+    return daemon.run(config, backend)
+
+
+cli.add_command(options(run))
+
+
+@cli.group("service")
+def service_group() -> None:
+    """Keep a node running: a launchd agent on macOS, a systemd user unit on Linux."""
+
+
+@click.command("install", context_settings=_SETTINGS)
+@click.option("--no-start", is_flag=True, help="Write the file and leave it to you to start it.")
+def install(no_start: bool, **values: Any) -> None:
+    """Write the service's file and start it, now and at every login."""
+    manager = service.manager_for(sys.platform)
+    click.echo(manager.install(_service_config(values), start=not no_start))
+
+
+@click.command("uninstall")
+@click.option("--me", required=True, help="The name of the node.", envvar="EXPERT_NODE_ME")
+def uninstall(me: str) -> None:
+    """Stop the service and remove its file."""
+    click.echo(service.manager_for(sys.platform).uninstall(me))
+
+
+@click.command("print", context_settings=_SETTINGS)
+@click.option(
+    "--platform",
+    type=click.Choice(sorted(service.MANAGERS)),
+    help="Which kind of file.  [default: this machine's]",
+)
+def print_(platform: str | None, **values: Any) -> None:
+    """Show the service's file without writing it."""
+    manager = service.MANAGERS[platform]() if platform else service.manager_for(sys.platform)
+    click.echo(manager.render(_service_config(values)), nl=False)
+
+
+service_group.add_command(options(install, without=_NOT_OF_A_SERVICE))
+service_group.add_command(options(print_, without=_NOT_OF_A_SERVICE))
+service_group.add_command(uninstall)
+
+
+def _config(values: dict[str, Any]) -> NodeConfig:
+    """The config, with the key read. Raises UsageError for an address open to anyone."""
+    key_file: Path | None = values["key_file"]
+    text = os.environ.get(KEY_VARIABLE)
+    key = ClusterKey.read(key_file) if key_file else ClusterKey.from_text(text) if text else None
+    config = NodeConfig(**values, key=key)
+    if not (is_loopback(config.host) or config.key or config.insecure):
+        raise click.UsageError(
+            f"--host {config.host} lets other machines in: give --key-file FILE (made with "
+            "`expert-net key new`), or --insecure if anyone who can reach it may use this node."
+        )
+    return config
+
+
+def _service_config(values: dict[str, Any]) -> NodeConfig:
+    """A config that would start, with the store pinned: what is wrong with it is said now."""
+    config = _config(values)
+    if config.key and not config.key_file:
+        raise click.UsageError(
+            f"a service does not see {KEY_VARIABLE}; put the key in a file and give --key-file."
+        )
+    from expert_node import startup
+
+    return replace(config, store=str(startup.read(config).store.path))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `expert-node`; the exit code."""
+    return run_command(cli, argv, "expert-node")

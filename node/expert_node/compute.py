@@ -1,0 +1,169 @@
+"""One dispatch in, one reply or refusal out: the checks, the turn to compute, and the clock."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from threading import Lock
+from time import perf_counter
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expert_node.metrics import Counters
+from expert_protocol.frames import (
+    Dispatch,
+    ErrorCode,
+    ErrorReply,
+    Reply,
+    ReplyMode,
+    WireDType,
+    finite,
+)
+
+log = logging.getLogger("expert_node")
+
+Ids = NDArray[np.integer]
+
+
+class Blocks(Protocol):
+    """What computes: the part of a Partition that answers dispatches."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of activations."""
+
+    def owned(self, layer: int) -> Ids:
+        """The experts of `layer` that are held, ascending."""
+
+    def compute(
+        self,
+        layer: int,
+        mode: ReplyMode,
+        rows: NDArray[np.float32],
+        offsets: NDArray[np.uint32],
+        ids: NDArray[np.uint16],
+        weights: NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        """float32 (R, D) for SUM, (P, D) for EXACT. One caller at a time."""
+
+
+class Turns:
+    """A lock that is given in the order in which it was asked for.
+
+    threading.Lock promises no order: a driver that sends its next dispatch at once could keep all
+    others waiting.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = Lock()
+        self._taken = False
+        self._waiting: deque[Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if not self._taken:
+                self._taken = True
+                return
+            turn = Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        turn.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._mutex:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._taken = False
+
+
+class Computer:
+    """Answers the dispatches of all links from one node's blocks, one at a time.
+
+    node: this node's name; holdings: a sentence's end that says what it holds ("roster …").
+    """
+
+    def __init__(self, node: str, blocks: Blocks, shape: list[tuple[int, int]], counters: Counters):
+        self._node, self._blocks, self._counters = node, blocks, counters
+        self._turns = Turns()
+        self._exact = WireDType.for_compute(blocks.compute_dtype)
+        self._held = {layer: _mask(blocks.owned(layer), experts) for layer, experts in shape}
+
+    def answer(self, dispatch: Dispatch) -> Reply | ErrorReply:
+        """The reply to `dispatch`, or why there is none. Any thread; waits for its turn."""
+        refusal = self._refusal(dispatch)
+        if refusal is not None:
+            return refusal
+        try:
+            return self._reply(dispatch)
+        except Exception as error:
+            log.exception("layer %d could not be computed", dispatch.layer)
+            what = f"{type(error).__name__}: {error}"
+            message = f"node {self._node} failed to compute layer {dispatch.layer} ({what})"
+            return ErrorReply(ErrorCode.INTERNAL, message)
+
+    def _refusal(self, dispatch: Dispatch) -> ErrorReply | None:
+        held = self._held[dispatch.layer]
+        ids = dispatch.ids
+        if int(ids.max()) >= len(held) or not held[ids].all():
+            return self._not_owned(dispatch, held)
+        if dispatch.mode is ReplyMode.EXACT and dispatch.dtype is not self._exact:
+            message = (
+                f"exact replies of node {self._node} travel as {self._exact.label}, the dtype it "
+                f"computes in, and {dispatch.dtype.label} was asked for"
+            )
+            return ErrorReply(ErrorCode.NUMERICS, message)
+        if not finite(dispatch.rows, dispatch.dtype) or not np.isfinite(dispatch.weights).all():
+            message = f"the dispatch for layer {dispatch.layer} has values that are not finite"
+            return ErrorReply(ErrorCode.BAD_VALUES, message)
+        return None
+
+    def _not_owned(self, dispatch: Dispatch, held: NDArray[np.bool_]) -> ErrorReply:
+        layer, ids = dispatch.layer, np.unique(dispatch.ids)
+        beyond = ids[ids >= len(held)]
+        if len(beyond):
+            message = f"layer {layer} has {len(held)} experts and no expert {beyond[0]}"
+            return ErrorReply(ErrorCode.NOT_OWNED, message)
+        missing = ids[~held[ids]]
+        more = f" and {len(missing) - 1} more of that layer" if len(missing) > 1 else ""
+        message = f"node {self._node} does not hold block ({layer}, {missing[0]}){more}"
+        return ErrorReply(ErrorCode.NOT_OWNED, message)
+
+    def _reply(self, dispatch: Dispatch) -> Reply | ErrorReply:
+        rows = dispatch.dtype.decode(dispatch.rows)
+        asked = perf_counter()
+        with self._turns:
+            began = perf_counter()
+            values = self._blocks.compute(
+                dispatch.layer,
+                dispatch.mode,
+                rows,
+                dispatch.offsets,
+                dispatch.ids,
+                dispatch.weights,
+            )
+            ended = perf_counter()
+        data = dispatch.dtype.encode(values)
+        if not finite(data, dispatch.dtype):
+            message = (
+                f"layer {dispatch.layer} gives values that {dispatch.dtype.label} cannot carry; "
+                "choose a wider --wire"
+            )
+            return ErrorReply(ErrorCode.BAD_VALUES, message)
+        self._counters.computed(len(rows), len(dispatch.ids), began - asked, ended - began)
+        queue_us, compute_us = round((began - asked) * 1e6), round((ended - began) * 1e6)
+        return Reply(dispatch.mode, dispatch.dtype, queue_us, compute_us, data)
+
+
+def _mask(owned: Ids, experts: int) -> NDArray[np.bool_]:
+    held = np.zeros(experts, np.bool_)
+    held[owned] = True
+    return held

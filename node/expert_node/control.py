@@ -1,0 +1,243 @@
+"""The control plane: what a node says and gives over HTTP, on the same port as its links.
+
+    GET /health                     {"status": "ok"}; 503 while loading or draining. Needs no key
+    GET /status                     who this is, what it holds, what it has done
+    GET /manifest                   the canonical manifest; its ETag is the model digest
+    GET /block/{layer}/{expert}     one block's bytes; its ETag is their sha256
+    GET /file/{name}                a file of the manifest
+    GET /metrics                    for Prometheus
+    GET /link                       with an Upgrade: the hand-over to a link
+
+Every error is JSON, {"error": "a sentence"}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from expert_network.errors import KeyRefused, StoreError
+from expert_network.net.auth import ClusterKey, NonceTable, challenge, verify
+from expert_network.units import size
+from expert_node.content import Content, Source, send
+from expert_node.handover import hand_over
+from expert_node.metrics import exposition
+from expert_node.state import NodeState, Phase, Serving
+from expert_roster.rendezvous import owners
+
+log = logging.getLogger("expert_node")
+
+#: Bytes of a file that are read and sent at once.
+PIECE = 1 << 20
+#: Blocks that are sent at a time; each is whole in memory meanwhile.
+BLOCKS_AT_ONCE = 4
+#: No request here has a body.
+MAX_BODY = 1  # byte: 0 would mean no limit
+OPEN_PATH = "/health"
+
+_PROOF = "authentication-info"
+
+
+class Control:
+    """The handlers of one node."""
+
+    def __init__(self, state: NodeState) -> None:
+        self._state = state
+        self._store = state.settled.store
+        self._sending_blocks = asyncio.Semaphore(BLOCKS_AT_ONCE)
+        self._exposition = exposition(state.counters, state.build(), state.gauges)
+
+    def routes(self) -> list[web.RouteDef]:
+        """What is served where."""
+        return [
+            web.get("/health", self.health),
+            web.get("/status", self.status),
+            web.get("/manifest", self.manifest),
+            web.get(r"/block/{layer:\d{1,5}}/{expert:\d{1,5}}", self.block),
+            web.get("/file/{name}", self.file),
+            web.get("/metrics", self.metrics),
+            web.get("/link", self.link, allow_head=False),
+        ]
+
+    async def health(self, request: web.Request) -> web.Response:
+        phase = self._state.phase
+        return web.json_response({"status": phase.value}, status=200 if phase is Phase.OK else 503)
+
+    async def status(self, request: web.Request) -> web.Response:
+        return web.json_response(self._state.status(self._serving()))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self._exposition(), headers=headers)
+
+    async def manifest(self, request: web.Request) -> web.StreamResponse:
+        data, digest = self._store.manifest.to_bytes(), self._store.digest
+        return await send(request, Content(len(data), digest, _held(data), "application/json"))
+
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        spec = self._store.manifest.files.get(name)
+        if spec is None:
+            _missing(f"this model has no file {name!r}")
+        source = _from_disk(self._store.path / name)
+        return await send(request, Content(spec.size, spec.sha256, source))
+
+    async def block(self, request: web.Request) -> web.StreamResponse:
+        layer, expert = int(request.match_info["layer"]), int(request.match_info["expert"])
+        experts = dict(self._store.manifest.shape).get(layer, 0)
+        if expert >= experts:
+            _missing(f"this model has no block ({layer}, {expert})")
+        spec = self._store.manifest.layer(layer)
+        async with self._sending_blocks:
+            data = await asyncio.to_thread(self._block_bytes, layer, expert)
+            if data is None:
+                self._not_here(layer, expert)
+            content = Content(spec.block_bytes, spec.sha256[expert], _held(data))
+            return await send(request, content)
+
+    async def link(self, request: web.Request) -> web.StreamResponse:
+        return await hand_over(request, self._serving().links)
+
+    def _serving(self) -> Serving:
+        state = self._state
+        if state.serving is None:
+            done, total = state.loaded
+            raise unavailable(
+                f"node {state.settled.name} is loading its blocks, {size(done)} of {size(total)}"
+            )
+        return state.serving
+
+    def _block_bytes(self, layer: int, expert: int) -> bytes | memoryview | None:
+        """From the partition or, verified, from the disk: a store may hold a part of its blocks."""
+        serving = self._state.serving
+        if serving is not None and serving.partition.holds(layer, expert):
+            return serving.partition.block_bytes(layer, expert)
+        try:
+            return self._store.read_block(layer, expert)
+        except StoreError as error:
+            log.info("block (%d, %d) was asked for: %s", layer, expert, error)
+            return None
+
+    def _not_here(self, layer: int, expert: int) -> NoReturn:
+        settled = self._state.settled
+        chosen = owners(settled.roster, np.array([layer]), np.array([expert]))[0]
+        names = ", ".join(settled.roster.names[index] for index in chosen)
+        _missing(
+            f"node {settled.name} has no block ({layer}, {expert}); the roster gives it to {names}"
+        )
+
+
+def application(state: NodeState, key: ClusterKey | None) -> web.Application:
+    """The web application of a node; without a key everyone is let in."""
+    middlewares: list[Middleware] = [_errors_as_json]
+    if key is not None:
+        middlewares.append(_guard(key))
+    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY)
+    app.on_response_prepare.append(_add_proof)
+    app.add_routes(Control(state).routes())
+    return app
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as answer:
+        return _as_json(request, answer)
+    except ConnectionError:
+        raise  # the client left; there is nobody to tell
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return web.json_response(
+            {"error": "the node failed to answer; its log says why"}, status=500
+        )
+
+
+def _as_json(request: web.Request, answer: web.HTTPException) -> web.Response:
+    """The answer with a sentence in JSON; what aiohttp raised itself gets one of ours."""
+    match answer:
+        case web.HTTPNotFound() if answer.text == "404: Not Found":
+            sentence = f"there is nothing at {request.path}; see /status, /manifest and /metrics"
+        case web.HTTPMethodNotAllowed():
+            sentence = f"{request.method} is not answered here; use GET"
+        case _:
+            sentence = answer.text or answer.reason
+    headers = {name: value for name, value in answer.headers.items() if name in _KEPT_HEADERS}
+    return web.json_response({"error": sentence}, status=answer.status, headers=headers)
+
+
+_KEPT_HEADERS = ("Allow", "Content-Range", "Retry-After", "Upgrade", "WWW-Authenticate")
+
+
+def _guard(key: ClusterKey) -> Middleware:
+    """A middleware that lets in who holds the key, once for each challenge, and /health."""
+    nonces = NonceTable(time.monotonic)
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == OPEN_PATH:
+            return await handler(request)
+        try:
+            answer = request.headers.get("Authorization")
+            request[_PROOF] = verify(key, nonces, request.method, request.raw_path, answer)
+        except KeyRefused as refusal:
+            raise web.HTTPUnauthorized(
+                text=str(refusal), headers={"WWW-Authenticate": challenge(nonces)}
+            ) from None
+        return await handler(request)
+
+    return guard
+
+
+async def _add_proof(request: web.Request, response: web.StreamResponse) -> None:
+    proof = request.get(_PROOF)
+    if proof is not None:
+        response.headers["Authentication-Info"] = proof
+
+
+def _held(data: bytes | memoryview) -> Source:
+    """Content that is in memory."""
+
+    async def read(start: int, stop: int) -> AsyncIterator[bytes]:
+        view = memoryview(data)
+        for first in range(start, stop, PIECE):
+            yield bytes(view[first : min(first + PIECE, stop)])
+
+    return read
+
+
+def _from_disk(path: Path) -> Source:
+    """Content of a file, read piece by piece in threads that may wait for the disk."""
+
+    async def read(start: int, stop: int) -> AsyncIterator[bytes]:
+        file = await asyncio.to_thread(path.open, "rb")
+        try:
+            while start < stop:
+                count = min(PIECE, stop - start)
+                piece = await asyncio.to_thread(os.pread, file.fileno(), count, start)
+                if not piece:
+                    raise ConnectionAbortedError(f"{path} was cut short while it was sent")
+                yield piece
+                start += len(piece)
+        finally:
+            file.close()
+
+    return read
+
+
+def _missing(sentence: str) -> NoReturn:
+    raise web.HTTPNotFound(text=sentence)
+
+
+def unavailable(sentence: str) -> web.HTTPServiceUnavailable:
+    """503, to be tried again in a second."""
+    return web.HTTPServiceUnavailable(text=sentence, headers={"Retry-After": "1"})

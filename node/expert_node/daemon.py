@@ -1,0 +1,194 @@
+"""The daemon's life: settle, bind, load, serve, drain. What goes on in between is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from aiohttp import web
+
+from expert_network.backend import Backend
+from expert_network.commandline import progress
+from expert_network.errors import AddressInUse, Cancelled, InputError
+from expert_network.experts.partition import Partition, load_partition, partition_bytes
+from expert_network.memory import available_memory
+from expert_network.net.address import format_url
+from expert_network.units import size
+from expert_node import startup
+from expert_node.compute import Computer
+from expert_node.config import NodeConfig
+from expert_node.control import application
+from expert_node.links import Links
+from expert_node.state import SOFTWARE, NodeState, Phase, Serving
+from expert_node.stopping import Stop, in_thread
+from expert_protocol.frames import Welcome, WireDType
+from expert_protocol.header import VERSION
+
+log = logging.getLogger("expert_node")
+
+BACKLOG = 128
+#: For requests that are being answered once the links have ended.
+HTTP_SECONDS = 1.0
+
+
+def run(config: NodeConfig, backend: Backend) -> int:
+    """Serve until stopped; the exit code: 0 after SIGTERM, 130 after SIGINT.
+
+    Raises, before anything is loaded, what startup.read raises, OutOfMemory and AddressInUse.
+    """
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    settled = startup.read(config)
+    needed = partition_bytes(settled.store.manifest, settled.blocks)
+    startup.check_memory(settled, needed, available_memory())
+    with listen(config.host, config.port) as listener:
+        node = Node(config, backend, NodeState(settled, loaded=(0, needed)), listener)
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            code = runner.run(node.live())
+    if node.abandoned:
+        # A thread that still computes would be taken apart under MLX's feet.
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises AddressInUse, or InputError for an address that is not ours."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(host, port) from error
+        reason = error.strerror or str(error)
+        raise InputError(
+            f"the node cannot listen on {host}:{port} ({reason}); give --host an address of this "
+            "machine and --port a free port above 1023."
+        ) from error
+
+
+class Node:
+    """One running node."""
+
+    def __init__(
+        self, config: NodeConfig, backend: Backend, state: NodeState, listener: socket.socket
+    ) -> None:
+        self._config, self._backend, self._state, self._listener = config, backend, state, listener
+        self._stop = Stop()
+        #: Whether threads were left behind that may still be at work.
+        self.abandoned = False
+
+    async def live(self) -> int:
+        """From the first request to the last; the exit code."""
+        self._stop.listen(self._config.stop_at_eof)
+        async with self._http():
+            serving = await self._load()
+            if serving is not None:
+                self._say_ready(serving)
+                await self._stop.asked.wait()
+                await self._drain(serving)
+        return self._stop.code
+
+    @asynccontextmanager
+    async def _http(self) -> AsyncIterator[None]:
+        runner = web.AppRunner(
+            application(self._state, self._config.key),
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=HTTP_SECONDS,
+        )
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._listener).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _load(self) -> Serving | None:
+        """Load the blocks; None if the node was told to stop meanwhile."""
+        try:
+            partition = await in_thread(self._load_partition)
+        except Cancelled:
+            log.info("stopped while loading")
+            return None
+        settled, state = self._state.settled, self._state
+        manifest = settled.store.manifest
+        computer = Computer(settled.name, partition, manifest.shape, state.counters)
+        links = Links(
+            self._welcome(partition),
+            manifest.model_type,
+            computer,
+            state.counters,
+            lambda layer: manifest.layer(layer).hidden,
+        )
+        state.serving, state.phase = Serving(partition, links), Phase.OK
+        return state.serving
+
+    def _load_partition(self) -> Partition:
+        settled = self._state.settled
+        with progress(sys.stderr) as report:
+
+            def loaded(done: int, total: int, what: str) -> None:
+                if self._stop.asked.is_set():
+                    raise Cancelled("stopped while loading")
+                self._state.loaded = (done, total)
+                report(done, total, what)
+
+            return load_partition(settled.store, settled.blocks, self._backend, loaded)
+
+    def _welcome(self, partition: Partition) -> Welcome:
+        settled = self._state.settled
+        return Welcome(
+            protocol=VERSION,
+            node=settled.name,
+            model_digest=settled.store.digest,
+            roster=settled.roster.to_wire(),
+            roster_digest=settled.roster.digest,
+            epoch=settled.roster.epoch,
+            numerics=partition.numerics,
+            compute_dtype=partition.compute_dtype,
+            dtypes=tuple(WireDType),
+            software=SOFTWARE,
+        )
+
+    def _say_ready(self, serving: Serving) -> None:
+        settled, partition = self._state.settled, serving.partition
+        url = format_url(self._config.host, self._listener.getsockname()[1])
+        if not partition.blocks:
+            log.warning("the roster gives node %s no block; it serves files only", settled.name)
+        print(
+            f"expert-node {settled.name} ready on {url}: {partition.blocks} of "
+            f"{settled.store.manifest.block_count} blocks, {size(partition.nbytes)}",
+            flush=True,
+        )
+
+    async def _drain(self, serving: Serving) -> None:
+        """End the links, the dispatches at hand first, for as long as was asked or until forced."""
+        name, seconds = self._state.settled.name, self._config.drain_seconds
+        self._state.phase = Phase.DRAINING
+        log.info("node %s is draining %d links", name, len(serving.links))
+        reason = f"node {name} is shutting down"
+        drained = asyncio.ensure_future(in_thread(partial(serving.links.drain, reason, seconds)))
+        forced = asyncio.ensure_future(self._stop.forced.wait())
+        await asyncio.wait({drained, forced}, return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
+        cut = drained.result() if drained.done() else serving.links.cut()
+        if cut:
+            self.abandoned = True
+            log.warning("%d links were cut off before their dispatch was done", cut)

@@ -1,0 +1,94 @@
+"""From HTTP to frames: the Upgrade on GET /link, after which a thread owns the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+
+from aiohttp import web
+
+from expert_node.links import Links
+
+UPGRADE = "expert-link/1"
+#: For 100 bytes to leave an empty socket buffer.
+HANDOVER_SECONDS = 5.0
+
+
+async def hand_over(request: web.Request, links: Links) -> web.StreamResponse:
+    """Answer 101 and serve the link in its own thread; returns when the link has ended.
+
+    Reading is paused before the 101 is written, so whatever a driver sends after it is read by the
+    link's thread and nobody else.
+    """
+    _check_upgrade(request)
+    if links.ending is not None:
+        raise web.HTTPServiceUnavailable(text=links.ending, headers={"Retry-After": "5"})
+    if links.full:
+        raise web.HTTPServiceUnavailable(
+            text="too many links are open", headers={"Retry-After": "5"}
+        )
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the driver left")
+    transport.pause_reading()
+    _check_nothing_read(request)
+    response = web.StreamResponse(status=101, headers={"Connection": "Upgrade", "Upgrade": UPGRADE})
+    response.force_close()
+    await response.prepare(request)
+    await _written(transport)
+    await _serve(links, _own_socket(transport), _peer(transport))
+    return response
+
+
+async def _serve(links: Links, sock: socket.socket, peer: str) -> None:
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def ended_in_thread() -> None:
+        with suppress(RuntimeError):  # the loop has ended before this link, which was cut off
+            loop.call_soon_threadsafe(end)
+
+    links.start(sock, peer, ended_in_thread)
+    await ended
+
+
+def _check_upgrade(request: web.Request) -> None:
+    asked = request.headers.get("Upgrade", "")
+    connection = {word.strip().lower() for word in request.headers.get("Connection", "").split(",")}
+    if asked == UPGRADE and "upgrade" in connection:
+        return
+    wanted = f"asks for {asked!r}" if asked else "does not ask for an Upgrade"
+    sentence = f"a link begins with Upgrade: {UPGRADE} and this request {wanted}"
+    raise web.HTTPUpgradeRequired(text=sentence, headers={"Upgrade": UPGRADE})
+
+
+def _check_nothing_read(request: web.Request) -> None:
+    """Refuse who sends frames before the 101: what aiohttp has read of them is lost to the link.
+
+    A frame that came only in part goes unnoticed here; the link then fails at its first header.
+    """
+    if any(getattr(request.protocol, name, None) for name in ("_messages", "_message_tail")):
+        raise web.HTTPBadRequest(text="wait for the answer to the Upgrade before the first frame")
+
+
+async def _written(transport: asyncio.WriteTransport) -> None:
+    """Until the 101 has left aiohttp's hands."""
+    async with asyncio.timeout(HANDOVER_SECONDS):
+        while transport.get_write_buffer_size():  # noqa: ASYNC110 - a transport has no event
+            await asyncio.sleep(0)
+
+
+def _own_socket(transport: asyncio.BaseTransport) -> socket.socket:
+    """A second descriptor of the connection, which outlives the transport."""
+    return socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+
+
+def _peer(transport: asyncio.BaseTransport) -> str:
+    host, port, *_ = transport.get_extra_info("peername") or ("a driver", 0)
+    return f"driver {host}:{port}"

@@ -1,0 +1,289 @@
+"""The data plane: one thread for each link, from the socket to the experts and back.
+
+A link's thread owns its socket and its end of the protocol. One more thread, the watch, looks at
+all links once a second and says WORKING on those whose dispatch takes long.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Lock, Thread
+from time import monotonic
+
+from expert_network.errors import (
+    Cancelled,
+    ExpertNetworkError,
+    NodeClosed,
+    NodeTimeout,
+    RemoteProtocolError,
+)
+from expert_network.net.stream import Buffer, FrameStream
+from expert_node.compute import Computer
+from expert_node.metrics import Counters
+from expert_protocol.connection import NodeConnection, NodeEvent
+from expert_protocol.frames import (
+    Dispatch,
+    ErrorCode,
+    ErrorReply,
+    Goodbye,
+    Hello,
+    Ping,
+    Reply,
+    Welcome,
+)
+
+log = logging.getLogger("expert_node")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What links may take: counts of links, and seconds."""
+
+    #: A driver each for a house full of people; each link costs a thread.
+    links: int = 64
+    #: Beyond these, so many at a time are told BUSY; more do not become links.
+    refusals: int = 16
+    #: From the hand-over to the HELLO.
+    handshake: float = 5.0
+    #: Without any frame. Drivers ping, so one this quiet has vanished.
+    idle: float = 600.0
+    #: From a frame's first bytes to its last: 64 MiB over a slow radio.
+    frame: float = 60.0
+    #: For a driver to take a reply: it may be busy with the replies of other nodes.
+    send: float = 30.0
+    #: How often a driver that waits for a reply hears of us; it gives up after five.
+    working: float = 1.0
+    #: For a driver to read our last words.
+    linger: float = 1.0
+
+
+class Links:
+    """All links of one node. `hidden` gives a layer's row length, LookupError for none."""
+
+    def __init__(
+        self,
+        welcome: Welcome,
+        model_type: str,
+        computer: Computer,
+        counters: Counters,
+        hidden: Callable[[int], int],
+        limits: Limits | None = None,
+    ) -> None:
+        self.welcome, self.model_type, self.computer = welcome, model_type, computer
+        self.counters, self.hidden = counters, hidden
+        self.limits = limits or Limits()
+        #: Why no link may begin or go on, once the node is draining.
+        self.ending: str | None = None
+        self._links: set[Link] = set()
+        self._changed = Condition()
+        self._watch: Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room even for a refusal."""
+        return len(self) >= self.limits.links + self.limits.refusals
+
+    def traffic(self) -> tuple[int, int]:
+        """(received, sent) bytes over all links since the start."""
+        with self._changed:
+            received = sum(link.stream.bytes_received for link in self._links)
+            sent = sum(link.stream.bytes_sent for link in self._links)
+            return self.counters.bytes_received + received, self.counters.bytes_sent + sent
+
+    def start(self, sock: socket.socket, peer: str, ended: Callable[[], None]) -> None:
+        """Serve a link on `sock`, which is handed over, in a thread that calls `ended` last."""
+        with self._changed:
+            link = Link(self, sock, peer, busy=len(self) >= self.limits.links)
+            self._links.add(link)
+            if self._watch is None:
+                self._watch = Thread(target=self._watch_links, name="watch", daemon=True)
+                self._watch.start()
+            self._changed.notify_all()
+        self.counters.link_opened()
+        Thread(target=self._serve, args=(link, ended), name=f"link {peer}", daemon=True).start()
+
+    def drain(self, reason: str, seconds: float) -> int:
+        """End all links, each after the dispatch it is computing; how many had to be cut off.
+
+        Blocks for `seconds` at most.
+        """
+        self.ending = reason
+        with self._changed:
+            for link in self._links:
+                link.stream.interrupt()
+            self._changed.wait_for(lambda: not self._links, seconds)
+        return self.cut()
+
+    def cut(self) -> int:
+        """Close the links that are left at once; how many they were."""
+        with self._changed:
+            links = list(self._links)
+        for link in links:
+            link.stream.close()
+        return len(links)
+
+    def _serve(self, link: Link, ended: Callable[[], None]) -> None:
+        try:
+            link.run()
+        finally:
+            with self._changed:
+                self._links.discard(link)
+                self.counters.link_ended(link.stream.bytes_received, link.stream.bytes_sent)
+                self._changed.notify_all()
+            ended()
+
+    def _watch_links(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._links))
+            started = monotonic()
+            with self._changed:
+                # Woken by each change; the second is what counts.
+                while (left := started + self.limits.working - monotonic()) > 0:
+                    self._changed.wait(left)
+                links = list(self._links)
+            for link in links:
+                link.say_working()
+
+
+class Link:
+    """One driver's link, from HELLO to GOODBYE."""
+
+    def __init__(self, links: Links, sock: socket.socket, peer: str, busy: bool) -> None:
+        self._links, self._limits, self._peer, self._busy = links, links.limits, peer, busy
+        self._connection = NodeConnection(links.hidden)
+        self.stream: FrameStream[NodeEvent] = FrameStream(
+            sock, self._connection, peer, linger=self._limits.linger
+        )
+        #: When the dispatch at hand came; None between two.
+        self._since: float | None = None
+        # Around every frame that goes out: no WORKING inside of a REPLY, and none after it.
+        self._sending = Lock()
+        self._dispatches = 0
+
+    def run(self) -> None:
+        """Serve until either side ends it. Closes the socket; raises nothing."""
+        log.info("%s opened a link", self._peer)
+        try:
+            self._serve()
+        except Cancelled:
+            pass  # the node is draining: _part says so to the driver
+        except (NodeClosed, NodeTimeout) as end:
+            log.info("link ended: %s", end)
+        except RemoteProtocolError as error:
+            self._links.counters.refused(ErrorCode(error.code))
+            log.warning("%s was refused: %s", self._peer, error)
+        except Exception:
+            log.exception("the link from %s failed", self._peer)
+        self._part()
+        log.info("%s has left, after %d dispatches", self._peer, self._dispatches)
+
+    def say_working(self) -> None:
+        """Tell the driver that its dispatch is still computed, if it has been for a while.
+
+        For the watch, which must never wait: not for a REPLY that is on its way, nor for a driver
+        that does not read.
+        """
+        since = self._since
+        if since is None or monotonic() - since < self._limits.working / 2:
+            return
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            if self._since is not None and _writable(self.stream.fileno()):
+                self.stream.send(self._connection.working(), self._limits.send)
+        except ExpertNetworkError as error:
+            log.debug("no WORKING to %s: %s", self._peer, error)  # its own thread will meet it
+        finally:
+            self._sending.release()
+
+    def _serve(self) -> None:
+        event = self.stream.receive(self._limits.handshake)
+        if not (isinstance(event, Hello) and self._greet(event)):
+            return
+        while self._links.ending is None:
+            match self.stream.receive(self._limits.idle, self._limits.frame):
+                case Dispatch() as dispatch:
+                    self._compute(dispatch)
+                case Ping():
+                    self._send(self._connection.pong())
+                case Goodbye():
+                    return
+
+    def _greet(self, hello: Hello) -> bool:
+        """Answer the HELLO; False if with a refusal."""
+        refusal = self._refusal(hello)
+        if refusal is None:
+            self._send(self._connection.welcome(self._links.welcome))
+            return True
+        self._links.counters.refused(refusal.code)
+        log.warning("%s was refused: %s", self._peer, refusal.message)
+        self.stream.finish(self._connection.error(refusal.code, refusal.message))
+        return False
+
+    def _refusal(self, hello: Hello) -> ErrorReply | None:
+        links, ours = self._links, self._links.welcome
+        if hello.protocol != ours.protocol:
+            message = (
+                f"node {ours.node} speaks protocol version {ours.protocol} and this driver version "
+                f"{hello.protocol}; install the same version of expert-network on both"
+            )
+            return ErrorReply(ErrorCode.VERSION, message)
+        if hello.model_digest != ours.model_digest:
+            message = (
+                f"node {ours.node} serves the {links.model_type} model {_short(ours.model_digest)} "
+                f"and this driver has model {_short(hello.model_digest)}; give both the same store"
+            )
+            return ErrorReply(ErrorCode.MODEL, message)
+        if links.ending is not None:
+            return ErrorReply(ErrorCode.DRAINING, links.ending)
+        if self._busy:
+            message = f"node {ours.node} has {self._limits.links} links, the most it takes"
+            return ErrorReply(ErrorCode.BUSY, message)
+        return None
+
+    def _compute(self, dispatch: Dispatch) -> None:
+        self._since = monotonic()
+        answer = self._links.computer.answer(dispatch)
+        self._dispatches += 1
+        with self._sending:
+            self._since = None
+            if isinstance(answer, Reply):
+                frame = self._connection.reply(answer)
+            else:
+                self._links.counters.refused(answer.code)
+                log.warning("a dispatch of %s was refused: %s", self._peer, answer.message)
+                frame = self._connection.error(answer.code, answer.message)
+            self.stream.send(frame, self._limits.send)
+
+    def _send(self, frame: Sequence[Buffer]) -> None:
+        with self._sending:
+            self.stream.send(frame, self._limits.send)
+
+    def _part(self) -> None:
+        """Close the socket, with a GOODBYE if it is the node that leaves."""
+        ending = self._links.ending
+        if ending is None or self.stream.closed or self._connection.closed:
+            self.stream.finish()
+        else:
+            self.stream.finish(self._connection.goodbye(ending))
+
+
+def _writable(descriptor: int) -> bool:
+    """Whether a small frame can be sent without waiting. -1: closed."""
+    if descriptor < 0:
+        return False
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+def _short(digest: str) -> str:
+    return digest[:12]
