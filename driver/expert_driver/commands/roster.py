@@ -1,0 +1,185 @@
+"""`expert-net roster`: what a roster change would move, before anyone restarts a node."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from expert_driver import options
+from expert_network import places
+from expert_network.store.reader import Store
+from expert_network.units import size
+from expert_roster.diff import RosterDiff, diff
+from expert_roster.roster import Roster
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# More layers and experts than any model has; they keep a slip of the finger from taking minutes.
+_MOST_LAYERS, _MOST_EXPERTS = 1024, 4096
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two rosters, the `blocks` they split, what moves, and its bytes by (source, target)."""
+
+    old: Roster
+    new: Roster
+    blocks: int
+    diff: RosterDiff
+    sizes: dict[tuple[str, str], int] | None
+
+
+@click.group("roster", context_settings=options.CONTEXT)
+def command() -> None:
+    """Compare rosters: lists of named nodes that share one model."""
+
+
+@command.command("diff")
+@click.argument("old")
+@click.argument("new")
+@click.option("--store", help="The store whose blocks would move; a path or a name.")
+@click.option("--layers", type=click.IntRange(1, _MOST_LAYERS), help="MoE layers, without a store.")
+@click.option("--experts", type=click.IntRange(1, _MOST_EXPERTS), help="Experts in each of them.")
+@click.option("--replicas", type=click.IntRange(1), help="Owners of each block, in both rosters.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
+@options.home_option
+def diff_command(
+    old: str,
+    new: str,
+    store: str | None,
+    layers: int | None,
+    experts: int | None,
+    replicas: int | None,
+    as_json: bool,
+    home: Path | None,
+) -> None:
+    """Show what would move if the roster OLD became NEW.
+
+    Each is written as for --roster: names (a,b), names with weights (a=64,b=16), or a TOML file.
+    """
+    shape, block_bytes = _shape(store, layers, experts, home)
+    compared = compare(
+        Roster.from_spec(old, _read_text, replicas),
+        Roster.from_spec(new, _read_text, replicas),
+        shape,
+        block_bytes,
+    )
+    if as_json:
+        click.echo(json.dumps(to_json(compared), indent=2))
+    else:
+        show(compared)
+
+
+def _read_text(path: str) -> str:
+    return Path(path).read_text("utf-8")
+
+
+def _shape(
+    store: str | None, layers: int | None, experts: int | None, home: Path | None
+) -> tuple[list[tuple[int, int]], dict[int, int] | None]:
+    """What is shared: (layer, number of experts), and the bytes of a block by layer if known."""
+    if store is not None and layers is None and experts is None:
+        path = places.find_store(store, places.home(home))
+        manifest = Store.open_unchecked(path, blocks=False).manifest
+        return manifest.shape, {spec.layer: spec.block_bytes for spec in manifest.layers}
+    if store is None and layers is not None and experts is not None:
+        return [(layer, experts) for layer in range(layers)], None
+    raise click.UsageError("Say what is shared: --store STORE, or --layers N and --experts N.")
+
+
+def compare(
+    old: Roster,
+    new: Roster,
+    shape: Sequence[tuple[int, int]],
+    block_bytes: Mapping[int, int] | None,
+) -> Comparison:
+    """What moves in a model of `shape`, (layer, number of experts), and in bytes if known."""
+    result = diff(old, new, shape)
+    sizes = None if block_bytes is None else result.pair_bytes(block_bytes)
+    return Comparison(old, new, sum(experts for _, experts in shape), result, sizes)
+
+
+def to_json(compared: Comparison) -> dict[str, Any]:
+    """The comparison for machines; "bytes" are there when the size of a block is known."""
+    result, sizes = compared.diff, compared.sizes
+    moves = [
+        {"source": source, "target": target, "copies": copies}
+        | ({} if sizes is None else {"bytes": sizes[source, target]})
+        for (source, target), copies in result.pairs.items()
+    ]
+    return {
+        "old": compared.old.to_wire() | {"digest": compared.old.digest},
+        "new": compared.new.to_wire() | {"digest": compared.new.digest},
+        "blocks": compared.blocks,
+        "copies": result.total,
+        "kept": result.kept,
+        "moved": result.moved,
+        **({} if sizes is None else {"bytes": sum(sizes.values())}),
+        "nodes": [node._asdict() for node in result.nodes],
+        "moves": moves,
+    }
+
+
+def show(compared: Comparison) -> None:
+    """The comparison for people: the nodes, the moves, and both in one sentence."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    console.print(_node_table(compared.diff))
+    if compared.diff.moves:
+        console.print(_move_table(compared))
+    console.print(summary(compared), soft_wrap=True)
+
+
+def summary(compared: Comparison) -> str:
+    """One sentence, and a second where replicas make copies differ from blocks."""
+    result, before, after = compared.diff, compared.old.replicas, compared.new.replicas
+    what = "blocks" if before == after == 1 else "copies"
+    share = _percent(result.moved, result.total)
+    if compared.sizes is not None:
+        share += f", {size(sum(compared.sizes.values()))}"
+    sentence = f"{result.moved:,} of {result.total:,} {what} move ({share}); {result.kept:,} stay."
+    if what == "blocks":
+        return sentence
+    replicas = f"{after}" if before == after else f"{before} before and {after} after"
+    return f"{sentence} A copy is a block at one of its owners; replicas: {replicas}."
+
+
+def _node_table(result: RosterDiff) -> Table:
+    table = _table("node", "before", "after", "change", "to fetch")
+    for name, before, after, fetched in result.nodes:
+        change = f"{after - before:+,}" if after != before else "0"
+        table.add_row(name, f"{before:,}", f"{after:,}", change, f"{fetched:,}")
+    return table
+
+
+def _move_table(compared: Comparison) -> Table:
+    sizes = compared.sizes
+    table = _table("from -> to", "moved", "of all", *([] if sizes is None else ["size"]))
+    for (source, target), copies in compared.diff.pairs.items():
+        row = [f"{source} -> {target}", f"{copies:,}", _percent(copies, compared.diff.total)]
+        table.add_row(*row, *([] if sizes is None else [size(sizes[source, target])]))
+    return table
+
+
+def _table(first: str, *numbers: str) -> Table:
+    # rich takes a tenth of a second to import: only where a person looks at a table.
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %"
