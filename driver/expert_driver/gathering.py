@@ -6,6 +6,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -64,17 +65,18 @@ class Job:
     replies: list[tuple[Share, Raw]] = field(default_factory=list)
     silent_at: float = 0.0
     late_at: float = 0.0
+    traffic: tuple[int, int] = (0, 0)
 
     def send(self) -> bool:
         """Send the first part that waits; False, since its reply is owed."""
-        self.late_at = monotonic() + LIMIT_S
+        self.late_at, self.traffic = monotonic() + LIMIT_S, self.link.traffic
         self.link.dispatch(self.call.dispatch(self.waiting[0]), SILENCE_S)
         self.silent_at = monotonic() + SILENCE_S
         return False
 
-    def take(self) -> bool:
-        """Read one frame that has begun to arrive; True once nothing more is owed."""
-        event = self.link.receive(SILENCE_S)
+    def take(self, frame_s: float | None) -> bool:
+        """Read the frame that has begun to arrive, in `frame_s`; True once nothing more is owed."""
+        event = self.link.receive(SILENCE_S, frame_s)
         self.silent_at = monotonic() + SILENCE_S
         if not isinstance(event, Reply):
             assert isinstance(event, Working), event
@@ -94,6 +96,9 @@ class Job:
         figures.pairs += len(share.pairs)
         figures.queue_us += reply.queue_us
         figures.compute_us += reply.compute_us
+        sent, received = self.link.traffic
+        figures.sent += sent - self.traffic[0]
+        figures.received += received - self.traffic[1]
 
     def too_late(self, now: float) -> NodeTimeout | None:
         """The error if the node has been silent, or busy, for too long."""
@@ -152,9 +157,13 @@ class _Gathering:
     def finish(self) -> None:
         while self._owing and (now := monotonic()) < self._over_at:
             for descriptor in self._arrived(now):
-                if self._try(descriptor, self._owing[descriptor].take):
+                if self._try(descriptor, partial(self._owing[descriptor].take, self._left())):
                     self._forget(descriptor)
             self._expire()
+
+    def _left(self) -> float | None:
+        """Seconds for a frame to be complete, once a node has failed."""
+        return None if not self.failed else max(0.0, self._over_at - monotonic())
 
     def abandon(self) -> None:
         for job in self._owing.values():

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
-
-from expert_network.net.auth import ClusterKey
-from expert_network.net.stream import FrameStream, open_link
+from time import monotonic
 
 from expert_driver.agreement import Greeting
 from expert_network.errors import (
+    ExpertNetworkError,
     NetworkMismatch,
     NodeClosed,
     NodeError,
@@ -20,13 +18,13 @@ from expert_network.errors import (
     NotANode,
     RemoteProtocolError,
 )
+from expert_network.net.auth import ClusterKey
+from expert_network.net.stream import FrameStream, open_link
 from expert_protocol.connection import DriverConnection, DriverEvent
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Goodbye, Hello, Pong, Welcome
 
-CONNECT_S = 5.0  # for TCP, the Upgrade, the key's round and the WELCOME, each
+CONNECT_S = 5.0  # for TCP, the Upgrade, the key's round and the WELCOME together
 PONG_S = 2.0  # for a node to answer a PING while nothing is asked of it
-
-T = TypeVar("T")
 
 _ADVICE = {
     ErrorCode.VERSION: "install the same expert-network on both",
@@ -54,101 +52,113 @@ class Opener:
     timeout_s: float = CONNECT_S
 
     def open(self, url: str) -> Link:
-        """Connect and greet. Raises NodeError, KeyRefused or NetworkMismatch."""
+        """Connect and greet, within `timeout_s`. Raises NodeError, KeyRefused, NetworkMismatch."""
+        deadline = monotonic() + self.timeout_s
         sock = open_link(url, self.key, self.timeout_s)
         connection = DriverConnection(self.hidden)
-        stream = FrameStream(sock, connection, url)
+        stream: FrameStream[DriverEvent] = FrameStream(sock, connection, url)
         try:
-            stream.send(connection.hello(self.hello))
-            event = stream.receive(self.timeout_s)
+            with _explained(url):
+                stream.send(connection.hello(self.hello))
+                event = stream.receive(max(0.0, deadline - monotonic()))
             if isinstance(event, ErrorReply):
                 raise refusal(url, event)
             if not isinstance(event, Welcome):
                 raise NodeClosed(url, "ended the link before greeting", "look at its log")
-        except RemoteProtocolError as error:
-            stream.close()
-            raise not_the_protocol(url, error) from error
         except BaseException:
             stream.close()
             raise
+        stream.peer = event.node
         return Link(stream, connection, Greeting(url, event))
 
 
 class Link:
-    """An open link that has been greeted. Has at most one dispatch outstanding."""
+    """An open link that has been greeted. Has at most one dispatch outstanding.
+
+    After a NodeError it is closed, but for the refusal of one dispatch.
+    """
 
     def __init__(
-        self, stream: FrameStream, connection: DriverConnection, greeting: Greeting
+        self, stream: FrameStream[DriverEvent], connection: DriverConnection, greeting: Greeting
     ) -> None:
-        self.stream, self._connection, self.greeting = stream, connection, greeting
-        self.closed = False
+        self._stream, self._connection, self.greeting = stream, connection, greeting
 
     @property
     def name(self) -> str:
         return self.greeting.name
 
     @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received since it was opened, counted at the socket."""
-        return self.stream.bytes_sent, self.stream.bytes_received
+        return self._stream.bytes_sent, self._stream.bytes_received
 
     def fileno(self) -> int:
-        return self.stream.fileno()
+        """For poll; -1 once closed."""
+        return self._stream.fileno()
 
     def dispatch(self, dispatch: Dispatch, timeout_s: float) -> None:
         """Send it. Raises NodeClosed, or NodeTimeout if the node takes no bytes for so long."""
-        self._guard(lambda: self.stream.send(self._connection.dispatch(dispatch), timeout_s))
+        self._stream.send(self._connection.dispatch(dispatch), timeout_s)
 
-    def receive(self, timeout_s: float) -> DriverEvent:
-        """The next event. Raises NodeTimeout, NodeClosed (a GOODBYE as well) or NodeRefused.
+    def receive(self, silence_s: float, frame_s: float | None = None) -> DriverEvent:
+        """The next event; its arrays hold until the next call.
 
-        After a refusal of one dispatch the link is still usable; after the others it is closed.
+        Raises NodeTimeout if no frame comes within `silence_s` of the last one, or if one takes
+        longer than `frame_s`; NodeClosed, for a GOODBYE as well; NodeRefused.
         """
-        event = self._guard(lambda: self.stream.receive(timeout_s))
-        if isinstance(event, Goodbye):
+        with _explained(self.name):
+            event = self._stream.receive(silence_s, frame_s)
+        if self._connection.closed:
             self.close()
+        if isinstance(event, Goodbye):
             raise NodeClosed(self.name, f"ended the link: {event.reason}", "start it again")
         if isinstance(event, ErrorReply):
-            if self._connection.closed:
-                self.close()
             raise refusal(self.name, event)
         return event
 
     def check(self, ping: bool) -> None:
         """Close the link if the node has ended it, or (`ping`) if it does not answer."""
+        if self.closed:
+            return
         try:
-            if select.select([self], [], [], 0)[0]:
+            if _readable(self.fileno()):
                 # Nothing is outstanding: whatever came, a GOODBYE or the end, means no more links.
                 self.close()
             elif ping:
-                self._guard(lambda: self.stream.send(self._connection.ping(), PONG_S))
+                self._stream.send(self._connection.ping(), PONG_S)
                 if not isinstance(self.receive(PONG_S), Pong):
                     self.close()
-        except NodeError:
+        except ExpertNetworkError:
             self.close()
 
     def close(self) -> None:
         """End it at once; closing again does nothing."""
-        self.closed = True
-        self.stream.close()
+        self._stream.close()
 
     def goodbye(self) -> None:
         """End it and say so, if that can still be said."""
         if not self.closed and not self._connection.closed:
-            with suppress(NodeError):
-                self.stream.send(self._connection.goodbye("the driver is done"), PONG_S)
+            self._stream.finish(self._connection.goodbye("the driver is done"), PONG_S)
         self.close()
 
-    def _guard(self, act: Callable[[], T]) -> T:
-        """Whatever breaks off inside a frame leaves nobody knowing where the next one starts."""
-        try:
-            return act()
-        except RemoteProtocolError as error:
-            self.close()
-            raise not_the_protocol(self.name, error) from error
-        except BaseException:
-            self.close()
-            raise
+
+def _readable(descriptor: int) -> bool:
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+@contextmanager
+def _explained(node: str) -> Iterator[None]:
+    """What is not the protocol, as an error that names the node."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        raise not_the_protocol(node, error) from error
 
 
 def refusal(node: str, error: ErrorReply) -> NodeRefused | NetworkMismatch:

@@ -1,0 +1,92 @@
+"""`expert-net demo`: a small model whose experts live in two node processes on this machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from expert_driver import tables
+from expert_driver.config import NetworkConfig, Sampling
+from expert_driver.nodeprocess import NodeProcess, running
+from expert_network.store.manifest import TRUNK
+from expert_network.units import size
+
+if TYPE_CHECKING:
+    pass
+
+STORE = Path(__file__).parent / "demo_store"
+PROMPT = "Tell me a story about a brave little robot who finds a lost kitten."
+TERMINATED = 128 + signal.SIGTERM
+
+_NAMES = "abcdefgh"
+MOST_NODES = len(_NAMES)
+
+
+def run(
+    prompt: str | None, count: int, sampling: Sampling, environment: Mapping[str, str], home: Path
+) -> None:
+    """Start `count` nodes, answer `prompt` through them, chat if a person is there, stop them."""
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with ended_by_sigterm(), running(_NAMES[:count], STORE, own(environment)) as nodes:
+        say(f"Starting {count} nodes on this machine, each with its part of the experts.")
+        # While they start: this takes as long as they do.
+        from expert_driver import opening, talk
+
+        urls = tuple(node.wait_ready() for node in nodes)
+        config = NetworkConfig(
+            urls, exact=False, wire=None, key_file=None, key_text=None, home=home
+        )
+        with opening.opened(str(STORE), config, with_text=True) as session:
+            show_split(nodes, urls, session)
+            question = prompt or PROMPT
+            say(f"> {question}")
+            talk.talk(session, sampling, question, None, verbose=True)
+            if at_terminal and prompt is None:
+                say("Now you: ask for a story, or /exit.")
+                talk.talk(session, sampling, None, None, verbose=True)
+
+
+def show_split(nodes: list[NodeProcess], urls: tuple[str, ...], session: object) -> None:
+    """Who owns what, and where the driver's own part is."""
+    from expert_driver.opening import Session
+
+    assert isinstance(session, Session) and session.network is not None
+    manifest, network = session.store.manifest, session.network
+    block = manifest.layers[0].block_bytes
+    rows = [
+        ("driver", "this process", "-", size(manifest.files[TRUNK].size), "trunk, routing, words")
+    ]
+    for place, (node, url) in enumerate(zip(nodes, urls, strict=True)):
+        owned = sum(int((chosen == place).sum()) for chosen in network.agreement.chosen.values())
+        part = f"{owned} of {manifest.block_count}"
+        rows.append((f"node {node.name}", url, part, size(owned * block), "experts"))
+    tables.show(("who", "where", "blocks", "memory", "holds"), rows, sys.stdout)
+
+
+def own(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what is meant for the nodes and keys of a real network."""
+    ours = ("EXPERT_NODE_", "EXPERT_NETWORK_KEY")
+    return {name: value for name, value in environment.items() if not name.startswith(ours)}
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Within, SIGTERM raises SystemExit, so that what was started is stopped."""
+
+    def on_terminate(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, on_terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,402 @@
+"""Dispatches over real sockets: what is asked, what comes back, and what each fault becomes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import permutations
+from threading import Event
+from time import monotonic
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from expert_driver import gathering, network
+from expert_driver.agreement import Wanted
+from expert_driver.dispatcher import NetworkExperts
+from expert_driver.links import Opener
+from expert_driver.network import Network
+from expert_network.errors import (
+    NetworkMismatch,
+    NodeClosed,
+    NodeRefused,
+    NodeTimeout,
+    NotANode,
+)
+from expert_protocol.dtypes import WireDType
+from expert_protocol.frames import Dispatch, ErrorCode, Hello
+from tests.driver.fakes import DIGEST, HIDDEN, FakeLink, FakeNode, answer, computed
+
+SHAPE = [(3, 8)]
+LAYER = 3
+HELLO = Hello(1, DIGEST, None, 0, (WireDType.F32,), "fake", False)
+WANTED = Wanted(DIGEST, SHAPE, "float32", False, WireDType.F32)
+
+X = np.random.default_rng(5).normal(size=(6, HIDDEN)).astype(np.float32)
+IDS = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 3, 5], [2, 4, 6], [7, 0, 1]], np.uint32)
+WEIGHTS = np.random.default_rng(6).random(IDS.shape).astype(np.float32)
+
+
+@contextmanager
+def nodes_of(*names: str, **welcome: Any) -> Iterator[list[FakeNode]]:
+    with ExitStack() as stack:
+        made = [FakeNode(name, ",".join(sorted(names)), **welcome) for name in names]
+        for node in made:
+            stack.callback(node.stop)
+        yield made
+
+
+@contextmanager
+def experts_of(nodes: list[FakeNode], wanted: Wanted = WANTED) -> Iterator[NetworkExperts]:
+    opener = Opener(None, replace(HELLO, dtypes=(wanted.wire,)), lambda layer: HIDDEN)
+    connected = Network([node.url for node in nodes], wanted, opener.open)
+    try:
+        yield NetworkExperts(connected)
+    finally:
+        connected.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[list[FakeNode]]:
+    with nodes_of("a", "b") as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def experts(pair: list[FakeNode]) -> Iterator[NetworkExperts]:
+    with experts_of(pair) as experts:
+        yield experts
+
+
+def summed(experts: NetworkExperts, rows: int = len(X)) -> np.ndarray[Any, Any]:
+    x, ids, weights = mx.array(X[:rows]), mx.array(IDS[:rows]), mx.array(WEIGHTS[:rows])
+    return np.array(experts.weighted_sum(LAYER, x, ids, weights))
+
+
+def separate(experts: NetworkExperts, rows: int = len(X)) -> np.ndarray[Any, Any]:
+    return np.array(experts.outputs(LAYER, mx.array(X[:rows]), mx.array(IDS[:rows])))
+
+
+OUTPUTS = X[:, None, :] * (IDS[:, :, None].astype(np.float32) + 1)
+SUM = (OUTPUTS * WEIGHTS[..., None]).sum(1)
+
+
+# What is right
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6])
+def test_sums_and_outputs(experts: NetworkExperts, rows: int) -> None:
+    """Sums are the weighted sums and outputs stand in routing order, whoever made them."""
+    np.testing.assert_allclose(summed(experts, rows), SUM[:rows], rtol=1e-5)
+    assert np.array_equal(separate(experts, rows), OUTPUTS[:rows])
+
+
+def test_a_node_gets_only_its_own_rows(pair: list[FakeNode], experts: NetworkExperts) -> None:
+    """Each pair goes to its owner alone, with its row's values and its weight."""
+    summed(experts)
+    asked = 0
+    agreement = experts._network.agreement
+    for node in pair:
+        place = [greeting.name for greeting in agreement.nodes].index(node.welcome.node)
+        for dispatch in node.dispatches:
+            assert (agreement.chosen[LAYER][dispatch.ids] == place).all()
+            asked += len(dispatch.ids)
+            rows = [np.flatnonzero((row == X).all(1))[0] for row in dispatch.rows]
+            assert rows == sorted(rows)
+    assert asked == IDS.size
+
+
+def test_the_order_of_nodes_is_not_in_the_bits() -> None:
+    """Every order of --nodes gives the same bits in sum mode."""
+    found = set()
+    with nodes_of("a", "b", "c") as nodes:
+        for order in permutations(nodes):
+            with experts_of(list(order)) as experts:
+                found.add(summed(experts).tobytes())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("wire", [WireDType.BF16, WireDType.F16])
+def test_half_precision_on_the_wire(pair: list[FakeNode], wire: WireDType) -> None:
+    """Rows and replies can travel in half precision; results keep their dtypes."""
+    with experts_of(pair, replace(WANTED, wire=wire)) as experts:
+        np.testing.assert_allclose(summed(experts), SUM, rtol=0.03, atol=0.03)
+        outputs = experts.outputs(LAYER, mx.array(X).astype(mx.bfloat16), mx.array(IDS))
+        assert outputs.dtype == mx.bfloat16
+        np.testing.assert_allclose(
+            np.array(outputs.astype(mx.float32)), OUTPUTS, rtol=0.03, atol=0.03
+        )
+    assert {dispatch.dtype for node in pair for dispatch in node.dispatches} == {wire}
+
+
+def test_bfloat16_travels_bit_for_bit(pair: list[FakeNode]) -> None:
+    """In exact mode bfloat16 rows arrive as they are."""
+    wanted = Wanted(DIGEST, SHAPE, "bfloat16", True, WireDType.BF16)
+    for node in pair:
+        node.welcome = replace(node.welcome, compute_dtype="bfloat16")
+    x = mx.array(X).astype(mx.bfloat16)
+    with experts_of(pair, wanted) as experts:
+        experts.outputs(LAYER, x, mx.array(IDS))
+    sent = {row.tobytes() for node in pair for d in node.dispatches for row in d.rows}
+    assert sent == {row.tobytes() for row in np.array(x.view(mx.uint16))}
+
+
+@pytest.mark.parametrize("limits", [{"max_rows": 2}, {"max_payload": 150}])
+def test_large_dispatches_are_split(limits: dict[str, int]) -> None:
+    """What is more than a node takes goes in several dispatches, with the same result."""
+    with nodes_of("a", "b", **limits) as nodes, experts_of(nodes) as experts:
+        np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+        assert np.array_equal(separate(experts), OUTPUTS)
+        assert max(len(node.dispatches) for node in nodes) > 2
+
+
+def test_rows_of_any_layout(experts: NetworkExperts) -> None:
+    """Rows that are a transposed view of something are sent as what they are."""
+    x = mx.array(np.ascontiguousarray(X.T)).T
+    assert np.array_equal(np.array(experts.outputs(LAYER, x, mx.array(IDS))), OUTPUTS)
+
+
+def test_figures_are_counted(experts: NetworkExperts) -> None:
+    """Pairs, rows, bytes and times are counted for each node, single rows apart."""
+    summed(experts)
+    summed(experts, rows=1)
+    figures = experts._network.figures
+    assert sum(node.pairs for node in figures.nodes) == IDS.size + 3
+    assert all(node.compute_us == 50 * node.dispatches for node in figures.nodes)
+    assert (figures.dispatches, figures.singles) == (2, 1)
+    sent = sum(node.sent for node in figures.nodes)
+    received = sum(node.received for node in figures.nodes)
+    assert 0 < figures.single_bytes < sent + received
+
+
+# What is wrong
+
+
+def failing(node: FakeNode, behave: Any) -> Event:
+    """Let `node` do `behave` once, and answer from then on; the event says that it was asked."""
+    met = Event()
+
+    def once(link: FakeLink, dispatch: Dispatch) -> None:
+        node.behave = answer
+        met.set()
+        behave(link, dispatch)
+
+    node.behave = once
+    return met
+
+
+def cut_short(link: FakeLink, dispatch: Dispatch) -> None:
+    buffers = link.connection.reply(computed(dispatch))
+    link.sock.sendall(b"".join(buffers)[:40])
+    link.sock.close()
+
+
+def say_goodbye(link: FakeLink, dispatch: Dispatch) -> None:
+    link.stream.send(link.connection.goodbye("draining"))
+
+
+@pytest.mark.parametrize(
+    "behave",
+    [
+        pytest.param(lambda link, dispatch: link.sock.close(), id="closed"),
+        pytest.param(lambda link, dispatch: link.reset(), id="reset"),
+        pytest.param(cut_short, id="closed in the middle of a reply"),
+        pytest.param(
+            lambda link, dispatch: link.stream.send(link.connection.goodbye("draining")),
+            id="goodbye",
+        ),
+    ],
+)
+def test_a_link_that_ends_is_an_error_at_once(
+    pair: list[FakeNode], experts: NetworkExperts, behave: Any
+) -> None:
+    """A link that ends while a reply is owed is NodeClosed within a second, and is opened again."""
+    failing(pair[1], behave)
+    started = monotonic()
+    with pytest.raises(NodeClosed) as caught:
+        summed(experts)
+    assert monotonic() - started < 1.0
+    assert caught.value.node == "b"
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+    assert len(pair[0].links) == 1 and len(pair[1].links) == 2
+
+
+def test_others_are_gathered_when_one_fails(pair: list[FakeNode], experts: NetworkExperts) -> None:
+    """The link of a node that has replied stays open when another fails."""
+    failing(pair[0], lambda link, dispatch: link.sock.close())
+    with pytest.raises(NodeClosed):
+        summed(experts)
+    summed(experts)
+    assert len(pair[1].links) == 1
+
+
+def test_a_slow_other_does_not_delay_the_error(
+    pair: list[FakeNode], experts: NetworkExperts
+) -> None:
+    """An error comes within a second even while another node computes."""
+    released = Event()
+    failing(pair[0], lambda link, dispatch: link.sock.close())
+    failing(pair[1], lambda link, dispatch: released.wait(20))
+    started = monotonic()
+    with pytest.raises(NodeClosed):
+        summed(experts)
+    assert monotonic() - started < 1.0
+    released.set()
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+
+
+def test_silence_is_a_timeout(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that sends nothing is NodeTimeout after the silence that is allowed."""
+    monkeypatch.setattr(gathering, "SILENCE_S", 0.3)
+    released = Event()
+    failing(pair[1], lambda link, dispatch: released.wait(20))
+    with pytest.raises(NodeTimeout) as caught:
+        summed(experts)
+    assert caught.value.node == "b"
+    released.set()
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+
+
+def test_the_silence_that_is_allowed() -> None:
+    """Silence means death after five seconds, and the notices say so."""
+    assert gathering.SILENCE_S == 5.0
+
+
+def test_working_is_not_silence(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that says WORKING may take longer than silence is allowed to last."""
+    monkeypatch.setattr(gathering, "SILENCE_S", 0.3)
+
+    def slow(link: FakeLink, dispatch: Dispatch) -> None:
+        until = monotonic() + 0.8
+        while monotonic() < until:
+            link.stream.send(link.connection.working())
+            Event().wait(0.05)
+        answer(link, dispatch)
+
+    failing(pair[1], slow)
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+
+
+def test_working_for_ever_is_a_timeout(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that says WORKING for ever is given up at the limit for one dispatch."""
+    monkeypatch.setattr(gathering, "LIMIT_S", 0.4)
+
+    def for_ever(link: FakeLink, dispatch: Dispatch) -> None:
+        while True:
+            link.stream.send(link.connection.working())
+            Event().wait(0.02)
+
+    failing(pair[1], for_ever)
+    with pytest.raises(NodeTimeout, match=r"worked on one dispatch for 0\.4 s"):
+        summed(experts)
+
+
+def test_a_refused_dispatch_keeps_the_link(pair: list[FakeNode], experts: NetworkExperts) -> None:
+    """A node's refusal is its sentence and what to do; the link goes on."""
+    failing(
+        pair[1],
+        lambda link, dispatch: link.stream.send(
+            link.connection.error(ErrorCode.BAD_VALUES, "row 2 has a NaN")
+        ),
+    )
+    with pytest.raises(
+        NodeRefused, match=r"node b refuses: row 2 has a NaN; try --wire f32"
+    ) as caught:
+        summed(experts)
+    assert caught.value.code == ErrorCode.BAD_VALUES
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+    assert len(pair[1].links) == 1
+
+
+def test_garbage_is_no_node(pair: list[FakeNode], experts: NetworkExperts) -> None:
+    """Bytes that are no frame end the link, and the node is named."""
+    failing(pair[1], lambda link, dispatch: link.sock.sendall(b"x" * 32))
+    with pytest.raises(NotANode, match="node b sends what is not the protocol"):
+        summed(experts)
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+
+
+def test_a_late_reply_is_never_the_next_layers(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply that comes after its dispatch was given up goes nowhere."""
+    monkeypatch.setattr(gathering, "SILENCE_S", 0.2)
+    released = Event()
+
+    def late(link: FakeLink, dispatch: Dispatch) -> None:
+        released.wait(20)
+        answer(link, dispatch)
+
+    failing(pair[1], late)
+    with pytest.raises(NodeTimeout):
+        summed(experts, rows=2)
+    monkeypatch.setattr(gathering, "SILENCE_S", 5.0)
+    released.set()
+    for rows in (1, 6, 2):
+        np.testing.assert_allclose(summed(experts, rows), SUM[:rows], rtol=1e-5)
+
+
+def test_a_link_that_ended_between_two_replies_is_no_error(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that was started again while nobody spoke is simply linked again."""
+    summed(experts)
+    gone = pair[1].links[0]
+    gone.stream.finish(gone.connection.goodbye("restart"))
+    monkeypatch.setattr(network, "LOOK_S", 0.0)
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+    assert len(pair[1].links) == 2
+
+
+def test_long_unused_links_are_pinged(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a long pause each node is asked whether it is there, before it is sent rows."""
+    monkeypatch.setattr(network, "LOOK_S", 0.0)
+    monkeypatch.setattr(network, "PING_S", 0.0)
+    summed(experts)
+    assert [node.pings for node in pair] == [1, 1]
+
+
+def test_a_node_that_comes_back_as_another_is_refused(
+    pair: list[FakeNode], experts: NetworkExperts
+) -> None:
+    """A link that is opened again goes through all checks; once they pass, all is well."""
+    failing(pair[1], lambda link, dispatch: link.sock.close())
+    with pytest.raises(NodeClosed):
+        summed(experts)
+    right = pair[1].welcome
+    pair[1].welcome = replace(right, model_digest="b" * 64)
+    with pytest.raises(NetworkMismatch, match="another model"):
+        summed(experts)
+    pair[1].welcome = right
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+
+
+def test_an_interrupt_closes_what_is_outstanding(
+    pair: list[FakeNode], experts: NetworkExperts
+) -> None:
+    """A KeyboardInterrupt while replies are owed leaves no link on which one could come later."""
+    released = Event()
+
+    def interrupting(link: FakeLink, dispatch: Dispatch) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        released.wait(20)
+
+    failing(pair[1], interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        summed(experts)
+    released.set()
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+    assert len(pair[1].links) == 2
