@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     pass
 
 STORE = Path(__file__).parent / "demo_store"
-PROMPT = "Tell me a story about a brave little robot who finds a lost kitten."
+PROMPT = "Tell me a short story about Mia and the silver whistle."
 TERMINATED = 128 + signal.SIGTERM
 
 _NAMES = "abcdefgh"
