@@ -125,7 +125,7 @@ class Store:
         """
         broken = self._size_problems()
         problems: list[StoreError] = list(broken.values())
-        # Of a layer file of the wrong size the blocks are hashed all the same, to name the bad ones.
+        # In a layer file of the wrong size the blocks are hashed all the same, to name the bad.
         known = {n for n in broken if n in self.manifest.files or not (self.path / n).exists()}
         steps = self._verification(only)
         total, done = sum(size for _, size, _ in steps), 0

@@ -1,7 +1,7 @@
 """The trunk's file: safetensors whose bytes depend on the tensors alone, made piece by piece.
 
 The safetensors library wants all tensors in memory at once; here each is asked for when its turn
-comes. The order is the library's own, wide dtypes first and then by name, so that all are aligned.
+comes. Wide dtypes come first, and names in order, so that every tensor is aligned to its elements.
 """
 
 from __future__ import annotations

@@ -160,13 +160,17 @@ class StoreWriter:
         temporary = path.with_name(f"{path.name}.tmp")
         digest, size = hashlib.sha256(), 0
         with disk_errors(self.out):
-            with temporary.open("wb") as file:
-                for piece in pieces:
-                    digest.update(piece)
-                    size += file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            _rename(temporary, path)
+            try:
+                with temporary.open("wb") as file:
+                    for piece in pieces:
+                        digest.update(piece)
+                        size += file.write(piece)
+                    file.flush()
+                    os.fsync(file.fileno())
+                _rename(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
         return FileSpec(size, digest.hexdigest())
 
 
