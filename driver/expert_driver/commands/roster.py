@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from expert_driver import options
+from expert_driver import options, tables
 from expert_network import places
 from expert_network.store.reader import Store
 from expert_network.units import size
 from expert_roster.diff import RosterDiff, diff
 from expert_roster.roster import Roster
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 # More layers and experts than any model has; they keep a slip of the finger from taking minutes.
 _MOST_LAYERS, _MOST_EXPERTS = 1024, 4096
@@ -129,13 +126,13 @@ def to_json(compared: Comparison) -> dict[str, Any]:
 
 def show(compared: Comparison) -> None:
     """The comparison for people: the nodes, the moves, and both in one sentence."""
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, highlight=False, markup=False)
-    console.print(_node_table(compared.diff))
+    numbers = ["before", "after", "change", "to fetch"]
+    tables.show(["node", *numbers], _node_rows(compared.diff), sys.stdout, numbers)
     if compared.diff.moves:
-        console.print(_move_table(compared))
-    console.print(summary(compared), soft_wrap=True)
+        click.echo()
+        numbers = ["moved", "of all"] if compared.sizes is None else ["moved", "of all", "size"]
+        tables.show(["from -> to", *numbers], _move_rows(compared), sys.stdout, numbers)
+    click.echo(f"\n{summary(compared)}")
 
 
 def summary(compared: Comparison) -> str:
@@ -152,33 +149,17 @@ def summary(compared: Comparison) -> str:
     return f"{sentence} A copy is a block at one of its owners; replicas: {replicas}."
 
 
-def _node_table(result: RosterDiff) -> Table:
-    table = _table("node", "before", "after", "change", "to fetch")
+def _node_rows(result: RosterDiff) -> Iterator[list[str]]:
     for name, before, after, fetched in result.nodes:
         change = f"{after - before:+,}" if after != before else "0"
-        table.add_row(name, f"{before:,}", f"{after:,}", change, f"{fetched:,}")
-    return table
+        yield [name, f"{before:,}", f"{after:,}", change, f"{fetched:,}"]
 
 
-def _move_table(compared: Comparison) -> Table:
-    sizes = compared.sizes
-    table = _table("from -> to", "moved", "of all", *([] if sizes is None else ["size"]))
+def _move_rows(compared: Comparison) -> Iterator[list[str]]:
     for (source, target), copies in compared.diff.pairs.items():
         row = [f"{source} -> {target}", f"{copies:,}", _percent(copies, compared.diff.total)]
-        table.add_row(*row, *([] if sizes is None else [size(sizes[source, target])]))
-    return table
-
-
-def _table(first: str, *numbers: str) -> Table:
-    # rich takes a tenth of a second to import: only where a person looks at a table.
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+        sizes = compared.sizes
+        yield row if sizes is None else [*row, size(sizes[source, target])]
 
 
 def _percent(part: int, whole: int) -> str:
