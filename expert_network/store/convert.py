@@ -214,28 +214,33 @@ def _quantize(checkpoint: Checkpoint, bits: int, group_size: int, warn: Warn) ->
 
 
 def _check_quantizable(checkpoint: Checkpoint, group_size: int) -> None:
-    for site in find_switches(checkpoint.model):
-        for name, linear in _modules(site.module):
-            if hasattr(linear, "bits"):
-                problem = f"its experts are quantized already ({linear.mode}, {linear.bits} bits)"
-                raise CheckpointError(checkpoint.path, problem, "leave out --bits")
-            if not hasattr(linear, "to_quantized") or not linear.weight.shape[-1] % group_size:
-                continue
-            problem = (
-                f"{site.path}.{name} has rows of {linear.weight.shape[-1]}, which do not divide "
-                f"into groups of {group_size}"
-            )
-            smaller = [size for size in (64, 32) if not linear.weight.shape[-1] % size]
-            advice = f"try --group-size {smaller[0]}" if smaller else "leave out --bits"
-            raise CheckpointError(checkpoint.path, problem, advice)
+    """Raise CheckpointError for experts that are quantized, or that the groups do not divide."""
+    linears = [
+        (f"{site.path}.{name}", linear)
+        for site in find_switches(checkpoint.model)
+        for name, linear in _modules(site.module)
+    ]
+    for _, linear in linears:
+        if hasattr(linear, "bits"):
+            problem = f"its experts are quantized already ({linear.mode}, {linear.bits} bits)"
+            raise CheckpointError(checkpoint.path, problem, "leave out --bits")
+    for name, linear in linears:
+        if not hasattr(linear, "to_quantized") or not linear.weight.shape[-1] % group_size:
+            continue
+        row = linear.weight.shape[-1]
+        problem = f"{name} has rows of {row}, which do not divide into groups of {group_size}"
+        smaller = [size for size in (64, 32) if not row % size]
+        advice = f"try --group-size {smaller[0]}" if smaller else "leave out --bits"
+        raise CheckpointError(checkpoint.path, problem, advice)
 
 
 def _indivisible(model: Any, group_size: int) -> list[str]:
-    return [
+    """The matrices that mlx-lm leaves unquantized because the groups do not divide their rows."""
+    return sorted(
         name
         for name, module in _modules(model)
         if hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size
-    ]
+    )
 
 
 # --- writing
