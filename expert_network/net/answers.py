@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import json
 
-from expert_network.errors import ExpertNetworkError, KeyRefused, NodeRefused, NotANode
+from expert_network.errors import (
+    ExpertNetworkError,
+    KeyRefused,
+    NodeClosed,
+    NodeRefused,
+    NodeTimeout,
+    NodeUnreachable,
+    NotANode,
+)
 
 #: Bytes of an error's body that are read.
 MAX_ERROR_BODY = 16 << 10
@@ -52,6 +60,40 @@ def not_a_node(url: str, problem: str) -> NotANode:
     """`problem` is something that no expert-node does."""
     advice = "check the address and the port: something other than an expert-node listens there"
     return NotANode(url, problem, advice)
+
+
+def unreachable(url: str, failure: OSError) -> NodeUnreachable:
+    """No connection could be made."""
+    if isinstance(failure, ConnectionRefusedError):
+        advice = "start expert-node there, or check the address and the port"
+        return NodeUnreachable(url, "refused the connection: nothing listens", advice)
+    problem = f"cannot be reached ({failure.strerror or failure})"
+    return NodeUnreachable(url, problem, "check the address and the network")
+
+
+def name_unknown(url: str, failure: OSError) -> NodeUnreachable:
+    """The host's name has no address."""
+    problem = f"has a name that cannot be found ({failure.strerror or failure})"
+    return NodeUnreachable(url, problem, "check the name, or give its IP address")
+
+
+def not_accepted(url: str, seconds: float) -> NodeTimeout:
+    """Packets vanish on the way to it."""
+    problem = f"did not accept a connection within {seconds:g} s"
+    return NodeTimeout(url, problem, "check that the machine is up and the port open")
+
+
+def not_answered(url: str, seconds: float) -> NodeTimeout:
+    """It accepted the connection, and that was all."""
+    problem = f"accepted the connection and did not answer within {seconds:g} s"
+    advice = "check that an expert-node listens there and is not overloaded"
+    return NodeTimeout(url, problem, advice)
+
+
+def closed_unanswered(url: str) -> NodeClosed:
+    """It ended the connection instead of answering, as a TLS port does, or a node that dies."""
+    problem = "closed the connection without an answer"
+    return NodeClosed(url, problem, "check that an expert-node listens there, without TLS")
 
 
 def key_needed(url: str, given: bool) -> KeyRefused:

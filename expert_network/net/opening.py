@@ -16,14 +16,19 @@ from threading import Thread
 from time import monotonic
 from typing import Any
 
-from expert_network.errors import ExpertNetworkError, NodeClosed, NodeTimeout, NodeUnreachable
+from expert_network.errors import ExpertNetworkError, NodeTimeout
 from expert_network.net.address import format_url, is_ip, parse_url
 from expert_network.net.answers import (
     MAX_ERROR_BODY,
+    closed_unanswered,
     key_needed,
     key_not_proved,
+    name_unknown,
     not_a_node,
+    not_accepted,
+    not_answered,
     refusal,
+    unreachable,
 )
 from expert_network.net.auth import Answer, ClusterKey, KeyMemory, challenged_with
 
@@ -184,13 +189,8 @@ class _Opening:
 
     def _unreachable(self, failure: OSError | None) -> ExpertNetworkError:
         if failure is None or isinstance(failure, TimeoutError):
-            problem = f"did not accept a connection within {self._timeout:g} s"
-            return NodeTimeout(self._url, problem, "check that the machine is up and the port open")
-        if isinstance(failure, ConnectionRefusedError):
-            advice = "start expert-node there, or check the address and the port"
-            return NodeUnreachable(self._url, "refused the connection: nothing listens", advice)
-        problem = f"cannot be reached ({failure.strerror or failure})"
-        return NodeUnreachable(self._url, problem, "check the address and the network")
+            return not_accepted(self._url, self._timeout)
+        return unreachable(self._url, failure)
 
     def _look_up(self) -> list[_Address]:
         """The host's addresses. In a thread, because a look-up has no deadline of its own."""
@@ -213,8 +213,7 @@ class _Opening:
             problem = f"has a name that was not found within {self._timeout:g} s"
             raise NodeTimeout(self._url, problem, "check the name, or give its IP") from None
         if isinstance(answer, OSError):
-            problem = f"has a name that cannot be found ({answer.strerror or answer})"
-            raise NodeUnreachable(self._url, problem, "check the name, or give its IP address")
+            raise name_unknown(self._url, answer)
         return answer
 
     # HTTP
@@ -241,7 +240,7 @@ class _Opening:
         while b"\r\n\r\n" not in data:
             more = self._receive(sock)
             if not more:
-                raise self._closed()
+                raise closed_unanswered(self._url)
             data += more
             self._check_start(data)
             if len(data) > MAX_HEAD:
@@ -261,20 +260,12 @@ class _Opening:
         if data[:5] != b"HTTP/"[: len(data)]:
             raise not_a_node(self._url, "does not answer in HTTP")
 
-    def _closed(self) -> NodeClosed:
-        problem = "closed the connection without an answer"
-        return NodeClosed(
-            self._url, problem, "check that an expert-node listens there, without TLS"
-        )
-
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Socket errors after the connection stands, as sentences."""
         try:
             yield
         except TimeoutError as error:
-            problem = f"accepted the connection and did not answer within {self._timeout:g} s"
-            advice = "check that an expert-node listens there and is not overloaded"
-            raise NodeTimeout(self._url, problem, advice) from error
+            raise not_answered(self._url, self._timeout) from error
         except OSError as error:
-            raise self._closed() from error
+            raise closed_unanswered(self._url) from error
