@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import click
-from expert_network.net.auth import ClusterKey
 
 from expert_driver import options
 from expert_network.errors import InputError
+from expert_network.net.auth import ClusterKey
 
 
 @click.group("key", context_settings=options.CONTEXT)
