@@ -17,6 +17,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from expert_network.errors import CheckpointError, ConfigRefused
 from expert_network.model.config import Config, code_entry, normalise_config
+from expert_network.model.family_weights import prepared
 from expert_network.model.seam import find_switches
 
 __all__ = [
@@ -95,7 +96,8 @@ def model_classes(config: Config) -> tuple[type[Module], type[Any]]:
     normal = normalise_config(config)
     config.clear()
     config.update(normal)
-    return cast("tuple[type[Module], type[Any]]", mlx_lm_utils._get_classes(config))
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    return prepared(model_class, str(config["model_type"])), args_class
 
 
 # --- the config
@@ -132,7 +134,7 @@ def _check_model_type(path: Path, config: Config) -> None:
     if not isinstance(model_type, str):
         raise CheckpointError(path / "config.json", "it names no model_type", _AGAIN)
     try:
-        mlx_lm_utils._get_classes(config)
+        mlx_lm_utils._get_classes(normalise_config(config))
     except (ValueError, AttributeError, TypeError, ImportError):
         problem = f"mlx-lm knows no model_type {model_type!r}"
         advice = "choose a model that it supports, or try a newer mlx-lm"
