@@ -154,7 +154,8 @@ class _Fetch:
 
     def _check_space(self, manifest: Manifest) -> None:
         with disk_errors(self._work):
-            there = sum(file.stat().st_size for file in self._work.iterdir())
+            files = [file for file in self._work.iterdir() if file.name != MANIFEST]
+            there = sum(file.stat().st_size for file in files)
             free = shutil.disk_usage(self._work).free
         if self._total > there + free:
             raise DiskFull(self._work, self._total, there + free)

@@ -7,8 +7,9 @@ import fcntl
 import hashlib
 import os
 import random
-import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,7 +222,7 @@ async def test_fetch_with_the_key(model: Model) -> None:
 
 
 @pytest.mark.parametrize("path", ["/manifest", "/file/config.json", TRUNK, "/file/tokenizer.json"])
-@pytest.mark.parametrize("fault", [corrupt, refuse, cut_after(1)])
+@pytest.mark.parametrize("fault", [corrupt, refuse, cut_after(0)])
 async def test_the_next_peer_takes_over(model: Model, path: str, fault: Fault) -> None:
     """Whatever the first peer does wrong, the second one's answer is taken."""
     async with (
@@ -385,9 +386,10 @@ async def test_a_lock_that_was_renamed_away(model: Model, monkeypatch: pytest.Mo
 
 async def test_disk_full_before(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that does not fit is refused before its trunk is moved."""
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    usage = SimpleNamespace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     async with serving_store(model.path) as peer:
-        with pytest.raises(DiskFull, match=re.escape("301.") + ".*needed"):
+        with pytest.raises(DiskFull, match=r"300.0 KB is needed and 1.0 KB is free"):
             await model.fetch(peer.url)
     assert peer.count(TRUNK) == 0
 
