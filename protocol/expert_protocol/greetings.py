@@ -160,12 +160,10 @@ def _encode(greeting: Hello | Welcome, checks: Mapping[str, Check], limit: int) 
     values: dict[str, object] = {f.name: getattr(greeting, f.name) for f in fields(greeting)}
     values["dtypes"] = [dtype.label for dtype in greeting.dtypes]
     try:
-        _checked(values, checks)
         data = cast(bytes, msgpack.packb(values, use_bin_type=True))
+        _read(data, checks, limit)  # as the peer will
     except (ValueError, TypeError, OverflowError) as error:
         raise LocalProtocolError(f"this greeting cannot be sent: {error}") from error
-    if len(data) > limit:
-        raise LocalProtocolError(f"a greeting of {len(data)} bytes; at most {limit} travel")
     return data
 
 
@@ -173,9 +171,14 @@ def _decode(
     name: str, payload: memoryview | bytes, checks: Mapping[str, Check], limit: int
 ) -> dict[str, Any]:
     try:
-        return _checked(_map(_unpack(payload, limit)), checks)
+        return _read(payload, checks, limit)
     except ValueError as error:
         raise RemoteProtocolError(f"the {name} is not understood: {error}") from error
+
+
+def _read(payload: memoryview | bytes, checks: Mapping[str, Check], limit: int) -> dict[str, Any]:
+    """The checked fields; ValueError for anything else."""
+    return _checked(_map(_unpack(payload, limit)), checks)
 
 
 def _checked(values: Mapping[str, object], checks: Mapping[str, Check]) -> dict[str, Any]:

@@ -37,8 +37,8 @@ MAX_ERROR = 4 << 10
 MAX_GOODBYE = 1 << 10
 #: Rows in a dispatch: eight prefill chunks of 512.
 MAX_ROWS = 4096
-#: Values in a row. The widest published models have 16,384.
-MAX_HIDDEN = 65536
+#: Values in a row, as manifests allow. The widest published models have 16,384.
+MAX_HIDDEN = 1 << 17
 #: (row, expert) pairs in a dispatch: 64 for each of 4096 rows. Bounds the work that one asks for.
 MAX_PAIRS = 1 << 18
 MAX_U32 = 0xFFFFFFFF

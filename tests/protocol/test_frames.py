@@ -148,7 +148,8 @@ def test_too_many_pairs_is_our_fault() -> None:
 def test_too_many_bytes_is_our_fault() -> None:
     """A dispatch over MAX_PAYLOAD is not sent."""
     with pytest.raises(LocalProtocolError, match=str(MAX_PAYLOAD)):
-        encode_dispatch(dispatch((1,) * 2049, width=16384, dtype=WireDType.BF16), 1)
+        rows = np.zeros((2049, 16384), np.uint16)
+        encode_dispatch(replace(dispatch((1,) * 2049), rows=rows), 1)
 
 
 @pytest.mark.parametrize(
