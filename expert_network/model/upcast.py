@@ -23,6 +23,11 @@ PIECE_BYTES = 512 * 1024
 # matrices. The 2,000 arrays of the largest models add 128 MiB at the very most.
 SMALL_BYTES = 64 * 1024
 
+# The same for what a family's own code computes with, be it a matrix: its precision would suffer.
+# jamba's decays are the largest met, half a megabyte a layer.
+OWN_BYTES = 4 * 1024 * 1024
+_PLAIN = ("weight", "scales", "biases")
+
 _HALF = (mx.bfloat16, mx.float16)
 
 
@@ -47,7 +52,8 @@ def to_float32(model: Any) -> None:
     classes: dict[type, type] = {}
     for module in model.modules():
         for key, value in list(module.items()):
-            if is_half(value) and (value.ndim < 2 or value.nbytes <= SMALL_BYTES):
+            limit = SMALL_BYTES if key in _PLAIN else OWN_BYTES
+            if is_half(value) and (value.ndim < 2 or value.nbytes <= limit):
                 module[key] = value.astype(mx.float32)
         for plain, mixin in _MIXINS.items():
             # A family's own subclass keeps what it does, unless it computes in another way.
