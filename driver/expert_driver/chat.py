@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, TextIO
 
 from expert_driver.conversation import Conversation
+from expert_driver.figures import cut_short
 from expert_driver.stopping import stopped_by_interrupt
 from expert_network.errors import Cancelled, ExpertNetworkError
 
@@ -77,7 +78,7 @@ class Chat:
         stop.requested = False
         try:
             with stopped_by_interrupt(stop):
-                stream(self._conversation, question, self._out)
+                stream(self._conversation, question, self._out, self._notes)
             self._after(self._conversation)
         except Cancelled:
             self._note("\nstopped")
@@ -92,13 +93,19 @@ class Chat:
         print(text, file=self._notes, flush=True)
 
 
-def stream(conversation: Conversation, question: str, out: TextIO) -> None:
-    """Write the reply to `question` as it comes, and a line end after it."""
+def stream(conversation: Conversation, question: str, out: TextIO, notes: TextIO) -> None:
+    """Write the reply to `question` as it comes, and a line end after it.
+
+    A reply that was cut at its greatest length is said to be, on `notes`.
+    """
     for piece in conversation.ask(question):
         out.write(piece)
         out.flush()
     out.write("\n")
     out.flush()
+    generation = conversation.last
+    if generation and (note := cut_short(generation.finish, generation.timing)):
+        print(note, file=notes, flush=True)
 
 
 def terminal_reader(prompt: str = "> ") -> Reader:

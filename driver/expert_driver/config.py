@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from expert_network.net.auth import ClusterKey
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -23,13 +25,12 @@ class Sampling:
 class NetworkConfig:
     """Which nodes, and how to talk to them. No nodes: all experts in this process.
 
-    `wire` is "bf16", "f16" or "f32", None for the mode's own; `key_text` is used where there is no
-    `key_file`; `home` holds the models folder and the cache.
+    `wire` is "bf16", "f16" or "f32", None for the mode's own; `home` holds the models folder and
+    the cache.
     """
 
     nodes: tuple[str, ...]
     exact: bool
     wire: str | None
-    key_file: Path | None
-    key_text: str | None
+    key: ClusterKey | None
     home: Path

@@ -38,9 +38,7 @@ def run(
         from expert_driver import opening, talk
 
         urls = tuple(node.wait_ready() for node in nodes)
-        config = NetworkConfig(
-            urls, exact=False, wire=None, key_file=None, key_text=None, home=home
-        )
+        config = NetworkConfig(urls, exact=False, wire=None, key=None, home=home)
         with opening.opened(str(STORE), config, with_text=True) as session:
             show_split(nodes, urls, session)
             question = prompt or PROMPT

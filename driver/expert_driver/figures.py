@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from expert_driver.engine import Timing
+from expert_driver.engine import Finish, Timing
 from expert_network.units import duration, size
 
 KEPT = 1 << 16  # newest single-row dispatches that the median is taken of
@@ -86,6 +86,13 @@ def lines(timing: Timing, network: NetworkFigures | None, peak_bytes: int) -> li
         f"{size(network.bytes_per_token)} per token"
     )
     return found + shares(network.nodes)
+
+
+def cut_short(finish: Finish | None, timing: Timing) -> str | None:
+    """A note for a reply that did not come to its own end."""
+    if finish != "length":
+        return None
+    return f"[cut at {timing.tokens} tokens; --max-tokens allows more]"
 
 
 def shares(nodes: Sequence[NodeFigures]) -> list[str]:

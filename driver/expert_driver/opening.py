@@ -28,7 +28,6 @@ from expert_network.memory import available_memory
 from expert_network.model.deferred import Experts
 from expert_network.model.seam import Mode
 from expert_network.model.trunk import load_trunk
-from expert_network.net.auth import ClusterKey
 from expert_network.store.manifest import TRUNK, Manifest
 from expert_network.store.reader import Store
 from expert_protocol.dtypes import WireDType
@@ -60,18 +59,18 @@ def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator
     Raises whatever keeps it from answering, as early as it can be known; see expert_network.errors.
     """
     backend = detect()
-    key = read_key(config)
     stop = Stop()
-    store = _find(name, config, key)
-    text = Text.open(store) if with_text else None
+    store = _find(name, config)
     if not config.nodes:
+        text = Text.open(store) if with_text else None
         experts = _load_experts(store, backend)
         # The reference that exact mode is measured against.
         yield Session(store, _engine(store, backend, experts, "exact", text, stop), text, None)
         return
     _check_memory(store.manifest, {}, "leave other programs, or use a machine with more memory")
-    network = connect(config, key, store.manifest, backend)
+    network = connect(config, store.manifest, backend)
     try:
+        text = Text.open(store) if with_text else None
         mode: Mode = "exact" if config.exact else "sum"
         engine = _engine(store, backend, NetworkExperts(network), mode, text, stop)
         yield Session(store, engine, text, network)
@@ -79,9 +78,7 @@ def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator
         network.close()
 
 
-def connect(
-    config: NetworkConfig, key: ClusterKey | None, manifest: Manifest, backend: Backend
-) -> Network:
+def connect(config: NetworkConfig, manifest: Manifest, backend: Backend) -> Network:
     """Links to all nodes of `config`, checked. Raises NodeError, KeyRefused, NetworkMismatch."""
     compute = backend.compute_dtype(manifest.dtype)
     wanted = Wanted(
@@ -96,7 +93,7 @@ def connect(
         numerics=backend.numerics(compute),
         exact=config.exact,
     )
-    opener = Opener(key, hello, lambda layer: manifest.layer(layer).hidden)
+    opener = Opener(config.key, hello, lambda layer: manifest.layer(layer).hidden)
     return Network(config.nodes, wanted, opener.open)
 
 
@@ -113,14 +110,7 @@ def choose_wire(config: NetworkConfig, compute_dtype: str) -> WireDType:
     return exact
 
 
-def read_key(config: NetworkConfig) -> ClusterKey | None:
-    """The cluster key, if one was given. Raises KeyRefused for a text that is none."""
-    if config.key_file is not None:
-        return ClusterKey.read(config.key_file)
-    return ClusterKey.from_text(config.key_text) if config.key_text else None
-
-
-def _find(name: str | None, config: NetworkConfig, key: ClusterKey | None) -> Store:
+def _find(name: str | None, config: NetworkConfig) -> Store:
     """The store: with nodes, one without blocks will do, and without a name theirs is fetched."""
     if not config.nodes:
         path = (
@@ -130,7 +120,7 @@ def _find(name: str | None, config: NetworkConfig, key: ClusterKey | None) -> St
     if name is not None:
         return Store.open(places.find_store(name, config.home), blocks=False)
     with progress() as report:
-        return fetching.fetch(config.nodes, key, places.cache_dir(config.home), report)
+        return fetching.fetch(config.nodes, config.key, places.cache_dir(config.home), report)
 
 
 def _load_experts(store: Store, backend: Backend) -> Experts:

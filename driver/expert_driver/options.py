@@ -11,6 +11,7 @@ import click
 
 from expert_driver.config import NetworkConfig, Sampling
 from expert_network import places
+from expert_network.net.auth import ClusterKey, key_file_warning
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -114,11 +115,25 @@ def verbose_option(command: Command) -> Command:
     )(command)
 
 
+def key(key_file: Path | None) -> ClusterKey | None:
+    """The cluster key of --key-file, else of the environment, if there is one.
+
+    Warns of a file that others can read. Raises InputError for what is no key.
+    """
+    if key_file is None:
+        text = os.environ.get(KEY)
+        return ClusterKey.from_text(text, KEY) if text else None
+    found = ClusterKey.read(key_file)
+    if warning := key_file_warning(key_file):
+        click.echo(f"warning: {warning}", err=True)
+    return found
+
+
 def network_config(
     nodes: tuple[str, ...], exact: bool, wire: str | None, key_file: Path | None, home: Path | None
 ) -> NetworkConfig:
-    """The config of the network options; the key of the environment is read here."""
-    return NetworkConfig(nodes, exact, wire, key_file, os.environ.get(KEY), places.home(home))
+    """The config of the network options, with the key read."""
+    return NetworkConfig(nodes, exact, wire, key(key_file), places.home(home))
 
 
 def sampling(values: dict[str, Any]) -> Sampling:

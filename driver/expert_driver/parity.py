@@ -22,18 +22,18 @@ _LIST = re.compile(r"\s*-?\d+(\s*,\s*-?\d+)*\s*,?\s*")
 
 def run(store: str | None, config: NetworkConfig, ids: list[int], output: Path) -> None:
     """Write float32 (len(ids), vocabulary) to `output`, which appears whole or not at all."""
-    with opened(store, config, with_text=False) as session:
-        engine = session.engine
-        engine.check_ids(ids)
-        with replacing(output) as file:
-            header = {
-                "descr": np.dtype("<f4").str,
-                "fortran_order": False,
-                "shape": (len(ids), engine.vocabulary),
-            }
-            np.lib.format.write_array_header_1_0(file, header)
-            for chunk in engine.logit_chunks(ids):
-                file.write(np.ascontiguousarray(chunk, "<f4").data)
+    if not output.absolute().parent.is_dir():
+        raise InputError(f"{output}: the folder does not exist; make it first, or name another.")
+    with opened(store, config, with_text=False) as session, replacing(output) as file:
+        for chunk in session.engine.logit_chunks(ids):
+            if not file.tell():
+                _write_header(file, (len(ids), chunk.shape[1]))
+            file.write(np.ascontiguousarray(chunk, "<f4").data)
+
+
+def _write_header(file: BinaryIO, shape: tuple[int, int]) -> None:
+    header = {"descr": np.dtype("<f4").str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def read_ids(text: str) -> list[int]:

@@ -70,7 +70,7 @@ class NodeStatus:
 
 def problems(nodes: Sequence[NodeStatus]) -> list[str]:
     """What keeps these nodes from working together, a sentence each; empty when nothing does."""
-    found = [f"{node.url}: {node.error}." for node in nodes if node.error]
+    found = [f"{node.error}." for node in nodes if node.error]
     there = [node for node in nodes if not node.error]
     found += [f"node {node.name} is {node.health}." for node in there if node.health != "ok"]
     if there:

@@ -41,7 +41,7 @@ def talk(
             show_figures(session, conversation)
 
     if question is not None:
-        stream(conversation, question, sys.stdout)
+        stream(conversation, question, sys.stdout, sys.stderr)
         after(conversation)
         return
     if not session.text.has_template:

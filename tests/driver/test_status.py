@@ -52,10 +52,10 @@ def test_a_row() -> None:
 
 def test_an_unreachable_node_is_a_row() -> None:
     """A node that does not answer keeps its row, and is a problem."""
-    absent = NodeStatus("http://b", "it refused the connection")
+    absent = NodeStatus("http://b", "node http://b refused the connection")
     assert row(absent)[:3] == ("?", "http://b", "unreachable")
     assert problems([node("a", A), absent]) == [
-        "http://b: it refused the connection.",
+        "node http://b refused the connection.",
         "2 of 4 blocks have no owner here; b of the roster did not answer.",
     ]
 

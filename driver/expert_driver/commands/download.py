@@ -93,11 +93,18 @@ def resolve(model: str) -> Source:
         return Source(path.resolve().name, folder=path)
     if _REPO.fullmatch(model):
         return Source(model.rpartition("/")[2], repo=model)
-    near = difflib.get_close_matches(model, [entry.name for entry in catalog.load()])
+    near = _near(model)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise InputError(
         f"{model} is no folder, no org/repo and none of the names in `expert-net models`.{hint}"
     )
+
+
+def _near(model: str) -> list[str]:
+    """The known names that contain `model`, else those that are spelled like it."""
+    names = {entry.name.lower(): entry.name for entry in catalog.load()}
+    found = [names[name] for name in names if model.lower() in name]
+    return found or [names[name] for name in difflib.get_close_matches(model.lower(), names)]
 
 
 def _fetch(repo: str, revision: str | None, out: Path, bits: int | None, group_size: int) -> Path:

@@ -1,0 +1,147 @@
+"""The driver against real node processes: the same words, and every way to lose a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from expert_driver.config import NetworkConfig, Sampling
+from expert_driver.conversation import Conversation
+from expert_driver.opening import Session, opened
+from expert_network.errors import ExpertNetworkError, NodeClosed, NodeError, NodeTimeout
+from tests.driver.programs import DEMO_STORE, expert_net
+from tests.support.nodes import NodeProcess, node_command, node_process, node_processes
+
+PROMPT = "Tell me a story about a bored octopus."
+HOME = Path("/nowhere")
+SHORT = Sampling(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[NodeProcess]]:
+    """Two nodes that no test harms."""
+    with node_processes("a,b", DEMO_STORE) as nodes:
+        yield nodes
+
+
+def joined(nodes: list[NodeProcess]) -> str:
+    return ",".join(node.url for node in nodes)
+
+
+@contextmanager
+def session_with(nodes: list[NodeProcess], exact: bool = True) -> Iterator[Session]:
+    config = NetworkConfig(tuple(node.url for node in nodes), exact, None, None, HOME)
+    with opened(str(DEMO_STORE), config, with_text=True) as session:
+        yield session
+
+
+def conversation(session: Session, sampling: Sampling = SHORT) -> Conversation:
+    assert session.text is not None
+    return Conversation(session.engine, session.text, sampling)
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """What one process says to PROMPT in SHORT."""
+    config = NetworkConfig((), False, None, None, HOME)
+    with opened(str(DEMO_STORE), config, with_text=True) as session:
+        return "".join(conversation(session).ask(PROMPT))
+
+
+# The same words
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_exact_says_what_one_process_says(
+    nodes: list[NodeProcess], expected: str, reverse: bool
+) -> None:
+    """In exact mode two nodes, in any order, give the greedy tokens of one process."""
+    with session_with(nodes[::-1] if reverse else nodes) as session:
+        assert "".join(conversation(session).ask(PROMPT)) == expected
+
+
+def test_the_order_of_nodes_changes_no_bit(nodes: list[NodeProcess], tmp_path: Path) -> None:
+    """Sum mode gives the same logits for every order of --nodes."""
+    found = set()
+    for order in (nodes, nodes[::-1]):
+        out = tmp_path / f"{order[0].port}.npy"
+        done = expert_net(
+            "logits", DEMO_STORE, "--ids", "1,20,300", "-o", out, "--nodes", joined(order)
+        )
+        assert done.returncode == 0, done.stderr
+        found.add(out.read_bytes())
+    assert len(found) == 1
+
+
+def test_a_prompt_over_nodes_with_figures(nodes: list[NodeProcess], expected: str) -> None:
+    """-p answers on stdout alone, from a pipe too; -v says how on stderr."""
+    arguments = (DEMO_STORE, "--nodes", joined(nodes), "--exact", "--max-tokens", "24")
+    done = expert_net(*arguments, "-v", "-p", "-", stdin=PROMPT)
+    assert (done.returncode, done.stdout) == (0, f"{expected}\n"), done.stderr
+    assert "exact replies, f32 on the wire" in done.stderr
+    assert "first token after" in done.stderr and "of pairs" in done.stderr
+    piped = expert_net(*arguments, stdin=PROMPT)
+    assert piped.stdout == done.stdout
+
+
+# Losing a node
+
+
+def cut(talk: Conversation, node: NodeProcess, how: str) -> tuple[float, NodeError]:
+    """Do `how` to `node` in the middle of a reply; seconds until the error, and the error."""
+    started = 0.0
+    with pytest.raises(NodeError) as caught:
+        for count, _ in enumerate(talk.ask(PROMPT)):
+            if count == 3:
+                started = monotonic()
+                getattr(node, how)()
+    return monotonic() - started, caught.value
+
+
+def test_a_killed_node_is_an_error_within_a_second(expected: str) -> None:
+    """A node that dies in a reply is named within 1 s; once it is back the talk goes on."""
+    with (
+        node_processes("a,b", DEMO_STORE) as (first, second),
+        session_with([first, second]) as session,
+    ):
+        talk = conversation(session)
+        seconds, error = cut(talk, second, "kill")
+        assert isinstance(error, NodeClosed) and error.node == "b"
+        assert seconds < 1.0
+        with pytest.raises(ExpertNetworkError):
+            "".join(talk.ask(PROMPT))
+        again = NodeProcess(node_command("a,b", "b", DEMO_STORE, "--port", str(second.port)))
+        try:
+            again.wait_ready()
+            assert "".join(talk.ask(PROMPT)) == expected
+        finally:
+            again.close()
+
+
+def test_a_silent_node_is_an_error_within_five_seconds(expected: str) -> None:
+    """A node that is stopped in a reply is given up 5 s later; awake again, the talk goes on."""
+    with node_processes("a,b", DEMO_STORE) as nodes, session_with(nodes) as session:
+        talk = conversation(session)
+        seconds, error = cut(talk, nodes[1], "pause")
+        assert isinstance(error, NodeTimeout) and error.node == "b"
+        assert seconds < 6.0
+        nodes[1].resume()
+        assert "".join(talk.ask(PROMPT)) == expected
+
+
+def test_a_drained_node_says_goodbye(expected: str) -> None:
+    """A node that is stopped politely between two replies is linked again when it is back."""
+    with (
+        node_processes("a,b", DEMO_STORE) as (first, second),
+        session_with([first, second]) as session,
+    ):
+        talk = conversation(session)
+        assert "".join(talk.ask(PROMPT)) == expected
+        assert second.stop() == 0
+        with node_process("a,b", "b", DEMO_STORE, "--port", str(second.port)):
+            talk.reset()
+            assert "".join(talk.ask(PROMPT)) == expected
