@@ -18,6 +18,7 @@ from mlx_lm import utils as mlx_lm_utils
 from expert_network.errors import CheckpointError, ConfigRefused
 from expert_network.model.config import Config, code_entry, normalise_config
 from expert_network.model.family_weights import prepared
+from expert_network.model.rope import scaled
 from expert_network.model.seam import find_switches
 
 __all__ = [
@@ -97,7 +98,7 @@ def model_classes(config: Config) -> tuple[type[Module], type[Any]]:
     config.clear()
     config.update(normal)
     model_class, args_class = mlx_lm_utils._get_classes(config)
-    return prepared(model_class, str(config["model_type"])), args_class
+    return prepared(scaled(model_class, config), str(config["model_type"])), args_class
 
 
 # --- the config
