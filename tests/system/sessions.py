@@ -26,7 +26,7 @@ def session(
 ) -> Iterator[Session]:
     """The model of `store`: its experts on `nodes` in the order given; without nodes, here."""
     urls = tuple(node.url for node in nodes)
-    config = NetworkConfig(urls, exact, wire, None, None, Path("/nowhere"))
+    config = NetworkConfig(urls, exact, wire, key=None, home=Path("/nowhere"))
     with opened(str(store), config, with_text=text) as opening:
         yield opening
 
