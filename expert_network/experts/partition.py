@@ -23,6 +23,8 @@ from expert_network.store.reader import Store
 # The experts of each layer, ascending. Layers without any may be left out.
 Blocks = Mapping[int, NDArray[np.intp]]
 
+Counts = NDArray[np.unsignedinteger]
+
 # What is asked for, by the wire's numbers: the protocol is out of this package's reach.
 SUM, EXACT = 0, 1
 
@@ -130,7 +132,7 @@ class Partition:
         parts = []
         for first, last in _parts(offsets, resident.most_pairs):
             pairs = slice(int(offsets[first]), int(offsets[last]))
-            counts = np.diff(offsets[first : last + 1]).astype(np.intp)
+            counts = offsets[first + 1 : last + 1] - offsets[first:last]
             values = _pairs(resident, x[first:last], counts, slots[pairs])
             parts.append(values if mode == EXACT else _add_up(values, counts, weights[pairs]))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -151,6 +153,9 @@ class Partition:
 def _parts(offsets: NDArray[np.unsignedinteger], most: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows with at most `most` pairs, or one row, each."""
     rows, first = len(offsets) - 1, 0
+    if int(offsets[-1]) <= most:
+        yield 0, rows
+        return
     while first < rows:
         end = int(np.searchsorted(offsets, int(offsets[first]) + most, "right")) - 1
         last = max(end, first + 1)
@@ -158,28 +163,33 @@ def _parts(offsets: NDArray[np.unsignedinteger], most: int) -> Iterator[tuple[in
         first = last
 
 
+def _same(counts: Counts) -> int:
+    """The number of pairs that all rows have, 0 if it is not the same."""
+    each = int(counts[0])
+    return each if len(counts) == 1 or (counts == each).all() else 0
+
+
 def _pairs(
-    resident: ResidentLayer, x: mx.array, counts: NDArray[np.intp], slots: NDArray[np.uint32]
+    resident: ResidentLayer, x: mx.array, counts: Counts, slots: NDArray[np.uint32]
 ) -> NDArray[np.float32]:
     """The output of each pair, (P, D); row r of `x` has the next counts[r] of `slots`."""
-    each = len(slots) // len(counts)
-    if not (counts == each).all():
+    each = _same(counts)
+    if not each:
         x, each = x[mx.array(np.repeat(np.arange(len(counts)), counts))], 1
     y = resident.run(x, mx.array(slots.reshape(-1, each))).astype(mx.float32)
     return np.asarray(y).reshape(len(slots), -1)
 
 
 def _add_up(
-    values: NDArray[np.float32], counts: NDArray[np.intp], weights: NDArray[np.float32]
+    values: NDArray[np.float32], counts: Counts, weights: NDArray[np.float32]
 ) -> NDArray[np.float32]:
     """The weighted sum of each row's values, added one after the other: (R, D)."""
     weighted: NDArray[np.float32] = values * weights[:, None]
-    each = len(values) // len(counts)
-    if (counts == each).all():
+    if each := _same(counts):
         # Along an axis that is not the last one NumPy adds in order.
         in_order: NDArray[np.float32] = weighted.reshape(len(counts), each, -1).sum(axis=1)
         return in_order
-    starts = np.cumsum(counts) - counts
+    starts = np.cumsum(counts, dtype=np.intp) - counts
     sums: NDArray[np.float32] = weighted[starts]
     for n in range(1, int(counts.max())):
         some = counts > n
