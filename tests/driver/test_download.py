@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE
 
 from expert_driver import hub as module
 from expert_driver.cli import main
 from expert_driver.commands.download import Source, resolve
-from expert_driver.hub import Snapshot
+from expert_driver.hub import RemoteFile, Snapshot
 from expert_network.errors import DiskFull, HubError, InputError, StoreError
 from expert_network.progress import silent
 from expert_network.store.convert import preprocess
@@ -41,11 +43,16 @@ def hub(checkpoint: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def here(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """The hub, as the one of this process, which has read HF_ENDPOINT long ago."""
+    """The hub, as the one of this process."""
+    use(hub, monkeypatch)
+    return hub
+
+
+def use(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it this process's hub: huggingface_hub has read HF_ENDPOINT long ago."""
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    return hub
 
 
 # --- what is meant
@@ -84,15 +91,15 @@ def test_which_files_are_wanted() -> None:
     wanted = ["model-1.safetensors", "config.json", "a.index.json", "merges.txt", "t.model"]
     unwanted = ["original/model.safetensors", "consolidated.safetensors", "x.py", "pytorch.bin"]
     unwanted += ["README.md", ".gitattributes", "../model.safetensors", "x/../config.json"]
-    files = dict.fromkeys([*wanted, *unwanted], 1)
+    files = dict.fromkeys([*wanted, *unwanted], RemoteFile(1))
     assert sorted(module.wanted(REPO, files)) == sorted(wanted)
     assert "consolidated.safetensors" in module.wanted(
-        REPO, {"consolidated.safetensors": 1, "config.json": 1}
+        REPO, dict.fromkeys(["consolidated.safetensors", "config.json"], RemoteFile(1))
     )
     with pytest.raises(HubError, match="it has no safetensors files"):
-        module.wanted(REPO, {"pytorch_model.bin": 1, "config.json": 1})
+        module.wanted(REPO, dict.fromkeys(["x.bin", "config.json"], RemoteFile(1)))
     with pytest.raises(HubError, match=r"it has no config\.json"):
-        module.wanted(REPO, {"model.safetensors": 1})
+        module.wanted(REPO, {"model.safetensors": RemoteFile(1)})
 
 
 # --- what the hub may answer
@@ -133,36 +140,79 @@ def test_a_hub_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # --- fetching
 
 
-def snapshot(checkpoint: Path) -> Snapshot:
-    files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    return Snapshot(REPO, "main", COMMIT, files)
-
-
 def test_a_file_that_is_not_whole_is_fetched_again(
     here: Hub, checkpoint: Path, tmp_path: Path
 ) -> None:
     """A file of the wrong size under the final name does not pass for the whole one."""
     source = tmp_path / "source"
     found = module.find(REPO, None, source)
-    module.prepare(found, source)
-    module.fetch(found, source, silent)
-    (source / "config.json").write_text("{")
-    assert found.missing(source) == ["config.json"]
-    module.fetch(found, source, silent)
+    with module.prepared(found, source):
+        module.fetch(found, source, silent)
+        (source / "config.json").write_text("{")
+        assert found.missing(source) == ["config.json"]
+        module.fetch(found, source, silent)
     assert found.missing(source) == []
     assert (source / "config.json").read_text() == (checkpoint / "config.json").read_text()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_part_is_gone_on_with(here: Hub, tmp_path: Path, whole: bool) -> None:
+    """Only the rest is asked for, a server that sends all the same is coped with, progress fits."""
+    here.whole = whole
+    source, name = tmp_path / "source", "model-00002-of-00003.safetensors"
+    found = module.find(REPO, None, source)
+    seen: list[tuple[int, int]] = []
+    with module.prepared(found, source):
+        data = (here.folder / name).read_bytes()
+        (source / f"{name}.part").write_bytes(data[:1000])
+        module.fetch(found, source, lambda done, total, what: seen.append((done, total)))
+    assert (source / name).read_bytes() == data
+    assert [text for _, _, text in here.requests if text] == ["bytes=1000-"]
+    assert seen[0] == (1000, found.nbytes)
+    assert seen[-1] == (found.nbytes, found.nbytes)
+
+
+def test_a_file_that_arrives_damaged_is_not_kept(here: Hub, tmp_path: Path) -> None:
+    """Weights whose sha256 is not the hub's are thrown away, and fetched by the next run."""
+    source, name = tmp_path / "source", "model-00001-of-00003.safetensors"
+    found = module.find(REPO, None, source)
+    with module.prepared(found, source):
+        here.spoil = name
+        with pytest.raises(HubError, match=f"{name} arrived damaged"):
+            module.fetch(found, source, silent)
+        assert not any(name in path.name for path in source.iterdir())
+        here.spoil = None
+        module.fetch(found, source, silent)
+    assert found.missing(source) == []
+
+
+def test_a_copy_in_the_hubs_cache_is_used(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another program has fetched whole is found; a part of it is not enough."""
+    found = snapshot(checkpoint)
+    folder = tmp_path / "cache" / "models--org--tiny" / "snapshots" / COMMIT
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert module.cached(found) is None
+    folder.parent.mkdir(parents=True)
+    checkpoint.rename(folder)
+    assert module.cached(found) == folder
+    (folder / "tokenizer.json").unlink()
+    assert module.cached(found) is None
+
+
+def snapshot(checkpoint: Path, commit: str = COMMIT) -> Snapshot:
+    files = {path.name: RemoteFile(path.stat().st_size) for path in checkpoint.iterdir()}
+    return Snapshot(REPO, "main", commit, files)
 
 
 def test_another_commit_starts_over(checkpoint: Path, tmp_path: Path) -> None:
     """What an earlier commit left is not mixed with the new one."""
     source = tmp_path / "source"
-    first = snapshot(checkpoint)
-    module.prepare(first, source)
-    (source / "model-00009.safetensors").touch()
-    module.prepare(first, source)
-    assert (source / "model-00009.safetensors").exists()
-    module.prepare(Snapshot(REPO, "main", "0" * 40, first.files), source)
-    assert not (source / "model-00009.safetensors").exists()
+    for commit, left in [(COMMIT, False), (COMMIT, True), ("0" * 40, False)]:
+        with module.prepared(snapshot(checkpoint, commit), source):
+            assert (source / "model-00009.safetensors").exists() == left
+            (source / "model-00009.safetensors").touch()
 
 
 def test_a_folder_of_someone_else_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
@@ -171,18 +221,44 @@ def test_a_folder_of_someone_else_is_left_alone(checkpoint: Path, tmp_path: Path
     source.mkdir()
     (source / "thesis.tex").touch()
     with pytest.raises(StoreError, match="this folder is in the way of the download"):
-        module.prepare(snapshot(checkpoint), source)
+        module.prepared(snapshot(checkpoint), source).__enter__()
     assert (source / "thesis.tex").exists()
+
+
+def test_one_download_at_a_time(checkpoint: Path, tmp_path: Path) -> None:
+    """A second download into the same folder is told so."""
+    found = snapshot(checkpoint)
+    with (
+        module.prepared(found, tmp_path / "source"),
+        pytest.raises(StoreError, match="another process is downloading into it now"),
+        module.prepared(found, tmp_path / "source"),
+    ):
+        pass
 
 
 def test_too_small_a_disk_is_told_beforehand(here: Hub, tmp_path: Path) -> None:
     """There must be room for the checkpoint and the store together before the long part."""
     with small_disk(tmp_path / "disk", 800_000) as disk:
         found = module.find(REPO, None, disk / "source")
-        module.prepare(found, disk / "source")
-        with pytest.raises(DiskFull, match="is needed and"):
+        with module.prepared(found, disk / "source"), pytest.raises(DiskFull, match="is needed"):
             module.fetch(found, disk / "source", silent, then=found.nbytes)
     assert here.fetched() == []
+
+
+def test_a_disk_that_fills_up_meanwhile(here: Hub, tmp_path: Path) -> None:
+    """A disk that is full in the middle is a DiskFull, and not the hub's fault."""
+    with small_disk(tmp_path / "disk", 800_000) as disk:
+        found = module.find(REPO, None, disk / "source")
+        with module.prepared(found, disk / "source"):
+            module.fetch_configs(found, disk / "source")
+            free = shutil.disk_usage(disk).free
+
+            def fill(done: int, total: int, what: str) -> None:
+                if not (disk / "ballast").exists():
+                    (disk / "ballast").write_bytes(bytes(free - 100_000))
+
+            with pytest.raises(DiskFull, match="the disk is full"):
+                module.fetch(found, disk / "source", fill)
 
 
 # --- the command
@@ -205,42 +281,39 @@ def test_from_a_repo_to_a_store(hub: Hub, checkpoint: Path, tmp_path: Path) -> N
     assert not any("original" in path for _, path, _ in hub.requests)
 
 
-def test_a_killed_download_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_killed_download_is_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a SIGKILL the same command asks only for the rest; offline it says what it lacks."""
-    # huggingface_hub writes 10 MB at a time: of one file more than twice that, half is sent.
+    # huggingface_hub hands on 10 MB at a time: of a file more than twice as long, half is sent.
     checkpoint = make_checkpoint(tmp_path / "repo", Shape("olmoe", 2, 16, 4, 256, 512))
+    words = ["download", REPO, "-o", str(tmp_path / "store"), "--keep-source"]
     with serving(Hub(REPO, checkpoint)) as hub:
         hub.hold = "model.safetensors"
         env = environment(tmp_path, HF_ENDPOINT=hub.url)
-        words = ("download", REPO, "-o", tmp_path / "store", "--keep-source")
         with subprocess.Popen(command_line(*words), env=env, stderr=subprocess.DEVNULL) as child:
             assert hub.held.wait(60)
-            written = wait_for_bytes(tmp_path / "store.source")
+            part = tmp_path / "store.source" / "model.safetensors.part"
+            while not part.exists() or part.stat().st_size < DOWNLOAD_CHUNK_SIZE:
+                pass
             child.kill()
         assert not (tmp_path / "store").exists()
-        offline = expert_net(*words, env=env | {"HF_HUB_OFFLINE": "1"})
-        assert offline.returncode == 4
-        assert offline.stderr.startswith(f"error: {REPO}: HF_HUB_OFFLINE is set")
         hub.hold = None
         hub.requests.clear()
-        done = expert_net(*words, env=env)
-    assert done.returncode == 0, done.stderr
-    assert f"source      {tmp_path}/store.source" in done.stdout
+        use(hub, monkeypatch)
+        with monkeypatch.context() as offline:
+            offline.setattr(constants, "HF_HUB_OFFLINE", True)
+            assert main(words) == 4
+        assert f"error: {REPO}: HF_HUB_OFFLINE is set" in capsys.readouterr().err
+        assert main(words) == 0
+    assert f"source      {tmp_path}/store.source" in capsys.readouterr().out
     assert hub.fetched() == ["model.safetensors"]
-    assert [text for _, _, text in hub.requests if text] == [f"bytes={written}-"]
+    assert [text for _, _, text in hub.requests if text] == [f"bytes={DOWNLOAD_CHUNK_SIZE}-"]
     assert Store.open(tmp_path / "store").verify() == []
     # The hub is gone, and all that is needed is here.
     (tmp_path / "store").rename(tmp_path / "old")
-    again = expert_net(*words, env=env | {"HF_HUB_OFFLINE": "1"})
-    assert again.returncode == 0, again.stderr
-
-
-def wait_for_bytes(folder: Path) -> int:
-    """Wait until an unfinished file below `folder` has bytes; how many."""
-    while True:
-        for path in folder.rglob("*.incomplete"):
-            if size := path.stat().st_size:
-                return size
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(words) == 0
 
 
 @pytest.mark.parametrize(
@@ -257,24 +330,22 @@ def wait_for_bytes(folder: Path) -> int:
     ],
 )
 def test_the_config_is_looked_at_first(
-    hub: Hub,
-    checkpoint: Path,
+    here: Hub,
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     entries: dict[str, object],
     words: list[str],
     sentence: str,
 ) -> None:
     """A model that will not do is refused before its weights are fetched, and leaves nothing."""
-    config = json.loads((checkpoint / "config.json").read_text()) | entries
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    env = environment(tmp_path / "home", HF_ENDPOINT=hub.url)
-    done = expert_net("download", REPO, "-o", tmp_path / "out" / "store", *words, env=env)
-    assert done.returncode == 3
-    assert sentence in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+    config = json.loads((here.folder / "config.json").read_text()) | entries
+    (here.folder / "config.json").write_text(json.dumps(config))
+    assert main(["download", REPO, "-o", str(tmp_path / "out" / "store"), *words]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert sentence in err
     assert list((tmp_path / "out").iterdir()) == []
-    assert not any("safetensors" in name for name in hub.fetched())
+    assert not any("safetensors" in name for name in here.fetched())
 
 
 def test_a_checkpoint_that_is_here_is_kept(

@@ -72,12 +72,12 @@ def command(
         convert(source.folder, out, width, size, root)
         return
     assert source.repo is not None
-    checkpoint = _fetch(source.repo, revision, out, width, size)
+    checkpoint, ours = _fetch(source.repo, revision, out, width, size)
     convert(checkpoint, out, width, size, root)
-    if keep_source:
-        click.echo(f"{'source':<12}{checkpoint}")
-    else:
+    if ours and not keep_source:
         shutil.rmtree(checkpoint)
+    else:
+        click.echo(f"{'source':<12}{checkpoint}")
 
 
 def resolve(model: str) -> Source:
@@ -107,22 +107,29 @@ def _near(model: str) -> list[str]:
     return found or [names[name] for name in difflib.get_close_matches(model.lower(), names)]
 
 
-def _fetch(repo: str, revision: str | None, out: Path, bits: int | None, group_size: int) -> Path:
-    """The checkpoint's folder, complete, after a look at its config before the long part."""
+def _fetch(
+    repo: str, revision: str | None, out: Path, bits: int | None, group_size: int
+) -> tuple[Path, bool]:
+    """The checkpoint's folder, complete, and whether it is ours to remove.
+
+    Its config is looked at before the long part. A copy in the hub's own cache is used in place.
+    """
     detect()
     from expert_driver import hub
 
     check_out(out)
     folder = out.with_name(out.name + _SOURCE)
     snapshot = hub.find(repo, revision, folder)
-    hub.prepare(snapshot, folder)
-    hub.fetch_configs(snapshot, folder)
-    _check(repo, folder, bits)
-    # A bf16 weight becomes `bits` and its part of a scale and a bias of 16 bits each.
-    share = 1.0 if bits is None else (bits + 32 / group_size) / 16
-    with progress() as report:
-        hub.fetch(snapshot, folder, report, then=int(snapshot.nbytes * share))
-    return folder
+    if there := hub.cached(snapshot):
+        return there, False
+    with hub.prepared(snapshot, folder):
+        hub.fetch_configs(snapshot, folder)
+        _check(repo, folder, bits)
+        # A bf16 weight becomes `bits` and its part of a scale and a bias of 16 bits each.
+        share = 1.0 if bits is None else (bits + 32 / group_size) / 16
+        with progress() as report:
+            hub.fetch(snapshot, folder, report, then=int(snapshot.nbytes * share))
+    return folder, True
 
 
 def _check(repo: str, folder: Path, bits: int | None) -> None:
