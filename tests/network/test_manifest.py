@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,15 @@ def test_round_trip() -> None:
     again = Manifest.from_bytes(MANIFEST.to_bytes(), "here")
     assert again == MANIFEST
     assert again.digest == hashlib.sha256(MANIFEST.to_bytes()).hexdigest()
+
+
+def test_the_example_in_the_docs() -> None:
+    """docs/store-format.md shows a manifest that is read, with the digest that it states."""
+    page = (Path(__file__).parents[2] / "docs" / "store-format.md").read_text()
+    example = json.loads(page.partition("```json\n")[2].partition("```")[0])
+    manifest = Manifest.from_bytes(canonical(example), "docs")
+    assert manifest.digest in page
+    assert manifest.layer(3).file == "bin/layer_03.bin"
 
 
 def test_files_in_any_order_give_the_same_bytes() -> None:
