@@ -175,7 +175,8 @@ class _BarReport:
 
     def __call__(self, done: int, total: int, what: str) -> None:
         if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=total)
+            # What an earlier run did is not this one's speed.
+            self._tasks[what] = self._bars.add_task(what, total=total, completed=done)
         self._bars.update(self._tasks[what], completed=done, total=total)
 
 

@@ -127,8 +127,8 @@ def cached(snapshot: Snapshot) -> Path | None:
 def prepared(snapshot: Snapshot, folder: Path) -> Iterator[None]:
     """Hold `folder` as the place for this snapshot; what another one left there is removed.
 
-    Raises StoreError if the folder holds something that no download put there, or if another
-    process downloads into it.
+    If nothing has arrived by the end, neither does the folder stay. Raises StoreError if it holds
+    something that no download put there, or if another process downloads into it.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / _MARK).exists():
         advice = "remove it, or choose another place with -o"
@@ -148,7 +148,11 @@ def prepared(snapshot: Snapshot, folder: Path) -> Iterator[None]:
         mark.truncate(0)
         mark.write(json.dumps(asdict(snapshot)))
         mark.flush()
-        yield
+        try:
+            yield
+        finally:
+            if not any(_size(path) > 0 for path in folder.glob("*") if path.name != _MARK):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def fetch_configs(snapshot: Snapshot, folder: Path) -> None:

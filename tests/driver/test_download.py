@@ -123,6 +123,16 @@ def test_a_refusal_is_a_sentence(here: Hub, tmp_path: Path, refuse: str, sentenc
     assert not (tmp_path / "source").exists()
 
 
+def test_a_gated_repo_lists_its_files_only(
+    here: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Consent is asked for when the first file is, and nothing is left behind."""
+    here.refuse, here.only_files = "403 GatedRepo", True
+    assert main(["download", REPO, "-o", str(tmp_path / "out" / "store")]) == 4
+    assert "its owner asks for consent first" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_a_revision_that_is_not_there(here: Hub, tmp_path: Path) -> None:
     """A branch that does not exist is named."""
     with pytest.raises(HubError, match="it has no revision 'v9'"):
@@ -212,7 +222,7 @@ def test_another_commit_starts_over(checkpoint: Path, tmp_path: Path) -> None:
     for commit, left in [(COMMIT, False), (COMMIT, True), ("0" * 40, False)]:
         with module.prepared(snapshot(checkpoint, commit), source):
             assert (source / "model-00009.safetensors").exists() == left
-            (source / "model-00009.safetensors").touch()
+            (source / "model-00009.safetensors").write_bytes(b"x")
 
 
 def test_a_folder_of_someone_else_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:

@@ -18,14 +18,16 @@ COMMIT = hashlib.sha1(b"commit").hexdigest()
 class Hub:
     """One repo, served from `folder`. `requests` lists (method, path, Range) as they come.
 
-    `refuse` answers everything with that status and error code ("404 RepoNotFound"). `hold` names a
-    file of which half is sent; then the connection stays silent and `held` is set. `spoil` names a
-    file that arrives with its last byte changed, `whole` has ranges ignored.
+    `refuse` answers everything with that status and error code ("404 RepoNotFound"), or, with
+    `only_files`, every file. `hold` names a file of which half is sent; then the connection stays
+    silent and `held` is set. `spoil` names a file that arrives with its last byte changed, `whole`
+    has ranges ignored.
     """
 
     def __init__(self, repo: str, folder: Path) -> None:
         self.repo, self.folder = repo, folder
         self.refuse: str | None = None
+        self.only_files = False
         self.hold: str | None = None
         self.spoil: str | None = None
         self.whole = False
@@ -51,7 +53,7 @@ class Hub:
     @web.middleware
     async def _note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.requests.append((request.method, request.path, request.headers.get("Range")))
-        if self.refuse is None:
+        if self.refuse is None or (self.only_files and "/resolve/" not in request.path):
             return await handler(request)
         status, _, code = self.refuse.partition(" ")
         return web.Response(status=int(status), headers={"X-Error-Code": code} if code else {})
