@@ -23,7 +23,7 @@ from mlx_lm.utils import _encode_tagged_floats, quantize_model
 from expert_network.errors import CheckpointError
 from expert_network.model.checkpoint import Checkpoint, open_checkpoint
 from expert_network.model.config import Config
-from expert_network.model.seam import SwitchSite, find_switches
+from expert_network.model.seam import SwitchSite, expert_tensors, find_switches
 from expert_network.progress import Progress, silent
 from expert_network.store.manifest import (
     ACTIVATION_DTYPES,
@@ -43,6 +43,8 @@ from expert_network.store.trunk_file import TensorSource, serialize
 from expert_network.store.writer import LayerFile, StoreWriter, check_out
 
 Warn = Callable[[str], None]
+# mlx-lm's: whether, or how, to quantize the module of this path.
+Predicate = Callable[[str, Any], bool | dict[str, Any]]
 
 # What the tokenizer and the chat template are made of; everything else of a checkpoint stays out.
 _TOKENIZER_FILES = re.compile(
@@ -125,17 +127,17 @@ def _plan(checkpoint: Checkpoint, bits: int | None, group_size: int, warn: Warn)
     path, model, config = checkpoint.path, checkpoint.model, checkpoint.config
     if bits is not None:
         model, config = _quantize(checkpoint, bits, group_size, warn)
-    sites = find_switches(model)
+    layers = [_layer_spec(path, site) for site in find_switches(model)]
     arrays = _parameters(model)
-    prefixes = tuple(f"{site.path}." for site in sites)
-    trunk = sorted(name for name in arrays if not name.startswith(prefixes))
+    routed = {f"{spec.path}.{tensor.name}" for spec in layers for tensor in spec.tensors}
+    trunk = sorted(arrays.keys() - routed)
     copies = _tokenizer_files(path)
     if not any(is_vocabulary(file.name) for file in copies):
         warn(f"{path} has no tokenizer: the store works with token ids, not with text.")
     return _Plan(
         config=_final_config(config, keep_vision="vision_tower" in model.get("model", {})),
         dtype=_activation_dtype(arrays[name] for name in trunk),
-        layers=[_layer_spec(path, site) for site in sites],
+        layers=layers,
         arrays=arrays,
         trunk=trunk,
         copies=copies,
@@ -144,7 +146,7 @@ def _plan(checkpoint: Checkpoint, bits: int | None, group_size: int, warn: Warn)
 
 
 def _layer_spec(path: Path, site: SwitchSite) -> LayerSpec:
-    tensors = _parameters(site.module)
+    tensors = expert_tensors(site.module)
     first = site.module["gate_proj" if "gate_proj" in site.module else "fc1"]
     experts = first.num_experts
     for name, array in tensors.items():
@@ -196,20 +198,35 @@ def _fingerprint(path: Path, config: Config, bits: int | None, group_size: int) 
 
 
 def _quantize(checkpoint: Checkpoint, bits: int, group_size: int, warn: Warn) -> tuple[Any, Config]:
+    """mlx-lm's own quantization, lazily; what it cannot quantize stays, and is told."""
     _check_quantizable(checkpoint, group_size)
-    skipped = _indivisible(checkpoint.model, group_size)
-    if skipped:
-        some = ", ".join(skipped[:3]) + (", …" if len(skipped) > 3 else "")
-        warn(
-            f"{len(skipped)} matrices stay unquantized, their rows do not divide into groups of "
-            f"{group_size}: {some}."
-        )
+    wanted: Predicate = getattr(checkpoint.model, "quant_predicate", None) or (lambda *_: True)
+    skipped: list[str] = []
+
+    def predicate(name: str, module: Any) -> bool | dict[str, Any]:
+        # Some families ask for routers in groups of 64 whatever the others are in.
+        choice = wanted(name, module)
+        group = choice.get("group_size", group_size) if isinstance(choice, dict) else group_size
+        if module.weight.shape[-1] % group == 0:
+            return choice
+        skipped.append(f"{name} ({group})")
+        return False
+
+    skipped += [f"{name} ({group_size})" for name in _indivisible(checkpoint.model, group_size)]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints its bits per weight
-            model, config = quantize_model(checkpoint.model, checkpoint.config, group_size, bits)
+            model, config = quantize_model(
+                checkpoint.model, checkpoint.config, group_size, bits, quant_predicate=predicate
+            )
     except ValueError as error:
         problem = f"mlx-lm cannot quantize it ({error})"
-        raise CheckpointError(checkpoint.path, problem, "try another --group-size") from error
+        raise CheckpointError(checkpoint.path, problem, "leave out --bits") from error
+    if skipped:
+        some = ", ".join(sorted(skipped)[:3]) + (", …" if len(skipped) > 3 else "")
+        warn(
+            f"{len(skipped)} matrices stay unquantized, their rows do not divide into groups of "
+            f"the size in brackets: {some}."
+        )
     return model, config
 
 

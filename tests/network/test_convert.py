@@ -21,6 +21,7 @@ from expert_network.model.checkpoint import open_checkpoint
 from expert_network.store.convert import preprocess
 from expert_network.store.manifest import CONFIG
 from expert_network.store.reader import Store
+from tests.network import family_runs
 from tests.support.converting import converting, go_on, line
 from tests.support.small_disk import small_disk
 from tests.support.synthetic import Shape, add_tokenizer, make_checkpoint
@@ -189,10 +190,35 @@ def test_a_trunk_that_does_not_divide_stays_as_it_is(tmp_path: Path) -> None:
     warnings: list[str] = []
     store = preprocess(checkpoint, tmp_path / "store", 4, 128, warn=warnings.append)
     assert warnings[0] == (
-        "2 matrices stay unquantized, their rows do not divide into groups of 128: "
-        "model.layers.0.self_attn.o_proj, model.layers.1.self_attn.o_proj."
+        "2 matrices stay unquantized, their rows do not divide into groups of the size in "
+        "brackets: model.layers.0.self_attn.o_proj (128), model.layers.1.self_attn.o_proj (128)."
     )
     assert store.verify() == []
+
+
+def test_a_family_that_asks_for_wider_groups(tmp_path: Path) -> None:
+    """qwen3_moe asks for routers in groups of 64: those with rows of 32 stay as they are."""
+    shape = Shape("qwen3_moe", layers=1, hidden=32, intermediate=32)
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", shape)
+    warnings: list[str] = []
+    store = preprocess(checkpoint, tmp_path / "store", 4, 32, warn=warnings.append)
+    assert warnings[0].endswith("brackets: model.layers.0.mlp.gate (64).")
+    names = set(dict(stored(store)))
+    assert "model.layers.0.mlp.gate.scales" not in names
+    assert {"lm_head.scales", "model.layers.0.mlp.switch_mlp.up_proj.scales"} <= names
+
+
+def test_what_a_switch_module_holds_beside_the_experts(tmp_path: Path) -> None:
+    """A norm that stands among muse_spark's experts is no expert's: it goes into the trunk."""
+    model = family_runs.save("muse_spark", tmp_path)
+    (tmp_path / "checkpoint").mkdir()
+    for file in tmp_path.glob("*.*"):
+        file.rename(tmp_path / "checkpoint" / file.name)
+    store = preprocess(tmp_path / "checkpoint", tmp_path / "store")
+    assert dict(stored(store)) == parameters(model)
+    norm = "mlp.experts.post_expert_norm.weight"
+    trunk: Any = mx.load(str(store.trunk_path))
+    assert any(name.endswith(norm) for name in trunk)
 
 
 def test_progress_covers_every_byte(checkpoint: Path, tmp_path: Path) -> None:
