@@ -171,7 +171,7 @@ def verify(
     nonce, cnonce = fields.get("nonce", ""), fields.get("cnonce", "")
     expected = key.mac("client", method, target, nonce, cnonce)
     right = hmac.compare_digest(expected, fields.get("mac", ""))
-    if not (right and nonce and cnonce and nonces.spend(nonce)):
+    if not (right and cnonce and nonces.spend(nonce)):
         raise KeyRefused(
             "the cluster key is wrong, or this answer was used before; give the key file that "
             "this node was started with."

@@ -238,12 +238,15 @@ class FrameStream(Generic[E]):
         got, size = 0, len(view)
         while got < size:
             left = self._deadline - monotonic()
-            if left <= 0:
-                raise self._silent(silence, begun)
-            self._wait_at_most(left, silence)
+            if left > 0:
+                self._wait_at_most(left, silence)
+            # What has come by now came in time, however late we look.
+            flags = 0 if left > 0 else socket.MSG_DONTWAIT
             try:
-                count = self._sock.recv_into(view[got:] if got else view)
+                count = self._sock.recv_into(view[got:] if got else view, 0, flags)
             except BlockingIOError:
+                if left <= 0:
+                    raise self._silent(silence, begun) from None
                 continue
             except OSError as error:
                 raise self._gone(error) from error

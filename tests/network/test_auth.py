@@ -195,11 +195,13 @@ def test_malformed_authorizations(nonces: NonceTable, header: str | None) -> Non
         verify(KEY, nonces, "GET", "/link", header)
 
 
-def test_empty_nonces_are_never_right(nonces: NonceTable) -> None:
+def test_both_nonces_are_needed(nonces: NonceTable) -> None:
     """A mac over empty nonces, computed with the key, is refused all the same."""
-    mac = KEY.mac("client", "GET", "/", "", "")
-    with pytest.raises(KeyRefused):
-        verify(KEY, nonces, "GET", "/", f'ExpertKey mac="{mac}"')
+    for fields in ({}, {"nonce": nonces.issue()}, {"cnonce": "c"}):
+        mac = KEY.mac("client", "GET", "/", fields.get("nonce", ""), fields.get("cnonce", ""))
+        said = ", ".join(f'{name}="{value}"' for name, value in {**fields, "mac": mac}.items())
+        with pytest.raises(KeyRefused):
+            verify(KEY, nonces, "GET", "/", f"ExpertKey {said}")
 
 
 @pytest.mark.parametrize("how", ["none", "garbage", "own mac", "wrong key"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import select
 import socket
 from collections.abc import Iterator
 from threading import Event, Thread
@@ -244,6 +245,20 @@ def test_working_restarts_the_silence(pair: Pair, monkeypatch: pytest.MonkeyPatc
     assert isinstance(pair.stream.receive(5), Reply)
 
 
+def test_silence_counts_from_the_last_frame(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that was busy elsewhere waits no longer for it, and still gets what came in time."""
+    now = monotonic()
+    monkeypatch.setattr(module, "monotonic", lambda: now)
+    asked = pair.ask()
+    now += 6
+    pair.say(pair.node.reply(reply_to(asked)))
+    assert isinstance(pair.stream.receive(5), Reply)
+    pair.ask()
+    now += 6
+    with pytest.raises(NodeTimeout):
+        pair.stream.receive(5)
+
+
 def test_sending_restarts_the_silence(pair: Pair) -> None:
     """A link that was idle for long is not late the moment it is used again."""
     pair.stream._last -= 1000
@@ -357,6 +372,10 @@ def test_a_refusal_is_read_although_bytes_are_left() -> None:
             stream.receive(LONG)
 
     with peer, running(refuse):
+        # Had it closed with bytes unread, a reset would arrive now and take the ERROR with it.
+        trouble = select.poll()
+        trouble.register(peer, 0)
+        assert trouble.poll(SOON * 1000) == []
         data = b""
         while more := peer.recv(4096):
             data += more

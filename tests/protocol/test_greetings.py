@@ -178,6 +178,26 @@ def test_refused_msgpack(data: bytes) -> None:
         decode_hello(data)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * (MAX_TEXT + 1),
+        b"x",
+        [0] * (MAX_ITEMS + 1),
+        {str(number): 0 for number in range(MAX_ITEMS + 1)},
+        {1: 2},
+        msgpack.ExtType(5, b"x"),
+        msgpack.Timestamp(0),
+    ],
+)
+def test_bounds_hold_inside_of_a_roster(value: object) -> None:
+    """What the roster's own reader has yet to look at is bounded already."""
+    good = as_map(welcome())
+    decode_welcome(msgpack.packb(good | {"roster": {"nodes": [0] * MAX_ITEMS}}))
+    with pytest.raises(RemoteProtocolError, match="WELCOME is not understood"):
+        decode_welcome(msgpack.packb(good | {"roster": {"nodes": value}}))
+
+
 @given(st.binary(max_size=300))
 def test_any_bytes(data: bytes) -> None:
     """Garbage is a greeting or a RemoteProtocolError, nothing else."""
