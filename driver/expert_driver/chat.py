@@ -17,6 +17,9 @@ HELP = """\
 /exit   leave (Ctrl-D and Ctrl-C twice do too)
 Ctrl-C stops a reply."""
 
+OVERLONG = (
+    "This conversation is longer than the {} tokens the model was made for; /reset starts anew."
+)
 _EXITS = ("/exit", "/quit")
 
 
@@ -80,6 +83,8 @@ class Chat:
             with stopped_by_interrupt(stop):
                 stream(self._conversation, question, self._out, self._notes)
             self._after(self._conversation)
+            if self._conversation.overlong:
+                self._note(OVERLONG.format(self._conversation.longest))
         except Cancelled:
             self._note("\nstopped")
         except KeyboardInterrupt:

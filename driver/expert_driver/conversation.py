@@ -11,12 +11,20 @@ from expert_network.errors import Cancelled
 
 
 class Conversation:
-    """What was said so far. `last` is the latest reply's Generation, with its figures."""
+    """What was said so far. `last` is the latest reply's Generation, with its figures.
+
+    `longest` is the number of tokens that the model was made for, None where it is not known.
+    """
 
     def __init__(
-        self, engine: Engine, text: Text, sampling: Sampling, system: str | None = None
+        self,
+        engine: Engine,
+        text: Text,
+        sampling: Sampling,
+        system: str | None = None,
+        longest: int | None = None,
     ) -> None:
-        self.engine, self.text, self.sampling = engine, text, sampling
+        self.engine, self.text, self.sampling, self.longest = engine, text, sampling, longest
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._opening)
         self._context = engine.context()
@@ -26,6 +34,11 @@ class Conversation:
         """Forget what was said, but for the system prompt."""
         self.messages = list(self._opening)
         self._context.reset()
+
+    @property
+    def overlong(self) -> bool:
+        """Whether it is longer than the model was made for: replies get worse from there."""
+        return self.longest is not None and len(self._context.tokens) > self.longest
 
     def ask(self, question: str) -> Iterator[str]:
         """The reply's text, piece by piece.

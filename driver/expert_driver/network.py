@@ -28,13 +28,9 @@ class Network:
         self._links: dict[str, Link] = {}
         self._used = monotonic()
         self.links: list[Link] = []
+        mode = "exact" if wanted.exact else "sum"
+        self.figures = NetworkFigures(mode, wanted.wire.label, len(wanted.shape), [])
         self.agreement: Agreement = self._reopen()
-        self.figures = NetworkFigures(
-            "exact" if wanted.exact else "sum",
-            wanted.wire.label,
-            len(wanted.shape),
-            [NodeFigures(link.name) for link in self.links],
-        )
 
     def ready(self) -> Agreement:
         """See that every link is open. Raises NodeError, KeyRefused or NetworkMismatch."""
@@ -71,6 +67,9 @@ class Network:
                 self._links[url].close()
             raise
         self.links = [self._links[greeting.url] for greeting in agreement.nodes]
+        names = [link.name for link in self.links]
+        if names != [node.name for node in self.figures.nodes]:
+            self.figures.nodes = [NodeFigures(name) for name in names]
         return agreement
 
 

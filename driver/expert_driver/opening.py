@@ -51,6 +51,15 @@ class Session:
         """The network's counters."""
         return None if self.network is None else self.network.figures
 
+    @property
+    def longest(self) -> int | None:
+        """How many tokens the model was made for, as its config says."""
+        config = self.store.config
+        stated = config.get("max_position_embeddings") or (config.get("text_config") or {}).get(
+            "max_position_embeddings"
+        )
+        return stated if isinstance(stated, int) else None
+
 
 @contextmanager
 def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator[Session]:

@@ -34,7 +34,7 @@ def talk(
 ) -> None:
     """Reply to `question` or chat, over a session that is open."""
     assert session.text is not None
-    conversation = Conversation(session.engine, session.text, sampling, system)
+    conversation = Conversation(session.engine, session.text, sampling, system, session.longest)
 
     def after(conversation: Conversation) -> None:
         if verbose:

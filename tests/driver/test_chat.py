@@ -112,6 +112,14 @@ def test_two_ctrl_c_during_a_reply_leave() -> None:
     assert "\n" not in out
 
 
+def test_an_overlong_conversation_is_said_to_be() -> None:
+    """Past what the model was made for, each reply is followed by what to do about it."""
+    talk = conversation()
+    talk.longest = 20
+    _, notes = chat(talk, "hello", "hello", "/reset", "hello")
+    assert notes.count("longer than the 20 tokens") == 1
+
+
 def test_lines_from_a_pipe_end_with_it() -> None:
     """A pipe's lines are read one by one, and its end is the end."""
     read = line_reader(io.StringIO("one\ntwo"))

@@ -30,6 +30,7 @@ from expert_network.errors import (
 )
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import Dispatch, ErrorCode, Hello
+from expert_roster.roster import Roster
 from tests.driver.fakes import DIGEST, HIDDEN, FakeLink, FakeNode, answer, computed
 
 SHAPE = [(3, 8)]
@@ -382,6 +383,23 @@ def test_a_node_that_comes_back_as_another_is_refused(
         summed(experts)
     pair[1].welcome = right
     np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+
+
+def test_nodes_may_come_back_under_another_roster(
+    pair: list[FakeNode], experts: NetworkExperts
+) -> None:
+    """When all nodes are started again with another roster, it is the one that counts."""
+    for node in pair:
+        failing(node, lambda link, dispatch: link.sock.close())
+    with pytest.raises(NodeClosed):
+        summed(experts)
+    other = Roster.parse("c,d=2")
+    for node, name in zip(pair, ("d", "c"), strict=True):
+        node.welcome = replace(
+            node.welcome, node=name, roster=other.to_wire(), roster_digest=other.digest
+        )
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+    assert [node.name for node in experts._network.figures.nodes] == ["c", "d"]
 
 
 def test_an_interrupt_closes_what_is_outstanding(
