@@ -23,6 +23,7 @@ from expert_network.store.manifest import CONFIG
 from expert_network.store.reader import Store
 from tests.network import family_runs
 from tests.support.converting import converting, go_on, line
+from tests.support.mxfp4 import write_gpt_oss
 from tests.support.small_disk import small_disk
 from tests.support.synthetic import Shape, add_tokenizer, make_checkpoint
 
@@ -99,6 +100,21 @@ def test_a_quantized_checkpoint_stays_as_it_is(tmp_path: Path, mode: str) -> Non
     with pytest.raises(CheckpointError, match=r"quantized already .*; leave out --bits"):
         preprocess(tmp_path / "quantized", tmp_path / "other", bits=4)
     assert not (tmp_path / "other.partial").exists()
+
+
+def test_mxfp4_as_it_is_published(tmp_path: Path) -> None:
+    """gpt-oss comes in mxfp4 from its makers: no weight changes, and expert biases come along."""
+    checkpoint = write_gpt_oss(tmp_path / "checkpoint")
+    store = preprocess(checkpoint, tmp_path / "store")
+    assert dict(stored(store)) == parameters(open_checkpoint(checkpoint).model)
+    assert store.config["quantization"] == {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    assert store.manifest.dtype == "bfloat16"
+    tensors = {tensor.name: tensor.dtype for tensor in store.manifest.layers[0].tensors}
+    assert tensors["up_proj.weight"] == "uint32"
+    assert tensors["up_proj.scales"] == "uint8"
+    assert tensors["up_proj.bias"] == "bfloat16"
+    with pytest.raises(CheckpointError, match=r"quantized already \(mxfp4, 4 bits\)"):
+        preprocess(checkpoint, tmp_path / "other", bits=4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -210,12 +226,11 @@ def test_a_family_that_asks_for_wider_groups(tmp_path: Path) -> None:
 
 def test_what_a_switch_module_holds_beside_the_experts(tmp_path: Path) -> None:
     """A norm that stands among muse_spark's experts is no expert's: it goes into the trunk."""
-    model = family_runs.save("muse_spark", tmp_path)
-    (tmp_path / "checkpoint").mkdir()
-    for file in tmp_path.glob("*.*"):
-        file.rename(tmp_path / "checkpoint" / file.name)
-    store = preprocess(tmp_path / "checkpoint", tmp_path / "store")
-    assert dict(stored(store)) == parameters(model)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    family_runs.save("muse_spark", checkpoint)
+    store = preprocess(checkpoint, tmp_path / "store")
+    assert dict(stored(store)) == parameters(open_checkpoint(checkpoint).model)
     norm = "mlp.experts.post_expert_norm.weight"
     trunk: Any = mx.load(str(store.trunk_path))
     assert any(name.endswith(norm) for name in trunk)
