@@ -11,7 +11,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from expert_network.model.family_configs import complete
+from expert_network.model.family_configs import fill_constants, fill_derived
 
 Config = dict[str, Any]
 
@@ -52,6 +52,7 @@ def code_entry(config: object) -> str | None:
 def normalise_config(config: Config) -> Config:
     """A copy of `config` with everything where mlx-lm looks for it. Idempotent."""
     config = deepcopy(config)
+    fill_constants(config)
     for key in _INNER:
         if isinstance(inner := config.get(key), dict):
             config[key] = normalise_config(inner)
@@ -66,7 +67,7 @@ def normalise_config(config: Config) -> Config:
             _fill(config, name, known)
     _lift_layers(config)
     _fill_head_dim(config)
-    complete(config)
+    fill_derived(config)
     return config
 
 

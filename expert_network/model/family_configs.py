@@ -11,13 +11,18 @@ from typing import Any
 Config = dict[str, Any]
 
 
-def complete(config: Config) -> None:
-    """Add to `config` the keys that its family's ModelArgs in mlx-lm reads and it does not have."""
+def fill_constants(config: Config) -> None:
+    """Add to `config` what older ones of its family write down and newer ones leave to the code."""
     family = str(config.get("model_type"))
-    config["model_type"] = family = _TYPES.get(family, family)
+    if family in _TYPES:
+        config["model_type"] = family = _TYPES[family]
     for key, value in _CONSTANTS.get(family, {}).items():
         _fill(config, key, value)
-    if derive := _DERIVED.get(family):
+
+
+def fill_derived(config: Config) -> None:
+    """Add to a `config` that the common rules went over what its family reads in another form."""
+    if derive := _DERIVED.get(str(config.get("model_type"))):
         for key, value in derive(config).items():
             _fill(config, key, value)
 
@@ -30,7 +35,6 @@ def _fill(config: Config, key: str, value: Any) -> None:
 # The language model alone of a larger one, under the only name by which mlx-lm knows it.
 _TYPES = {"qwen3_5_moe_text": "qwen3_5_moe"}
 
-# Settings that older configs wrote down and newer ones leave to the code.
 _CONSTANTS: dict[str, Config] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
