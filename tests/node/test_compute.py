@@ -1,0 +1,191 @@
+"""expert_node.compute: what is refused, what is answered, and whose turn it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from threading import Semaphore
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expert_node.compute import Computer, Turns
+from expert_node.metrics import Counters
+from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Reply, ReplyMode, WireDType
+
+HIDDEN = 4
+SHAPE = [(0, 6), (3, 6)]
+
+
+@dataclass
+class FakeBlocks:
+    """Holds experts 1 and 4 of layer 3; a row's result is the row times `factor`, for each pair."""
+
+    compute_dtype: str = "float32"
+    factor: float = 1.0
+    error: Exception | None = None
+
+    def owned(self, layer: int) -> Any:
+        return np.array([1, 4] if layer == 3 else [], np.intp)
+
+    def compute(
+        self, layer: int, mode: int, rows: Any, offsets: Any, ids: Any, weights: Any
+    ) -> Any:
+        if self.error:
+            raise self.error
+        assert rows.dtype == np.float32
+        counts = np.diff(offsets)
+        return self.factor * (np.repeat(rows, counts, axis=0) if mode else rows)
+
+
+def asked(dtype: WireDType = WireDType.F32, **changes: Any) -> Dispatch:
+    """Two rows, for the experts 1 and 4, and 4."""
+    rows = np.arange(2 * HIDDEN, dtype=np.float32).reshape(2, HIDDEN)
+    dispatch = Dispatch(
+        layer=3,
+        epoch=0,
+        mode=ReplyMode.SUM,
+        dtype=dtype,
+        rows=dtype.encode(rows),
+        offsets=np.array([0, 2, 3], np.uint32),
+        ids=np.array([1, 4, 4], np.uint16),
+        weights=np.ones(3, np.float32),
+    )
+    return replace(dispatch, **changes)
+
+
+def computer(**changes: Any) -> Computer:
+    return Computer("a", FakeBlocks(**changes), SHAPE, Counters())
+
+
+def refusal(dispatch: Dispatch, **changes: Any) -> ErrorReply:
+    """The refusal that `dispatch` gets."""
+    answer = computer(**changes).answer(dispatch)
+    assert isinstance(answer, ErrorReply)
+    return answer
+
+
+@pytest.mark.parametrize("dtype", list(WireDType))
+@pytest.mark.parametrize(("mode", "count"), [(ReplyMode.SUM, 2), (ReplyMode.EXACT, 3)])
+def test_answer(dtype: WireDType, mode: ReplyMode, count: int) -> None:
+    """The reply has the dispatch's mode and dtype, and a row for each row or pair."""
+    names = {WireDType.F32: "float32", WireDType.BF16: "bfloat16", WireDType.F16: "float16"}
+    reply = computer(compute_dtype=names[dtype]).answer(asked(dtype, mode=mode))
+    assert isinstance(reply, Reply)
+    assert (reply.mode, reply.dtype, reply.data.shape) == (mode, dtype, (count, HIDDEN))
+    assert reply.data.dtype == dtype.raw
+    assert np.array_equal(dtype.decode(reply.data)[0], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([1, 2, 4], "node a does not hold block (3, 2)"),
+        ([5, 2, 0], "block (3, 0) and 2 more"),
+        ([1, 4, 6], "layer 3 has 6 experts and no expert 6"),
+        ([1, 4, 65535], "no expert 65535"),
+    ],
+)
+def test_not_owned(ids: list[int], words: str) -> None:
+    """A block that is not held, or does not exist, is refused by its name."""
+    answer = refusal(asked(ids=np.array(ids, np.uint16)))
+    assert answer.code is ErrorCode.NOT_OWNED
+    assert words in answer.message
+
+
+def test_layer_of_which_nothing_is_held() -> None:
+    """A layer with no block here is refused like a block."""
+    assert "block (0, 1)" in refusal(asked(layer=0)).message
+
+
+@pytest.mark.parametrize("dtype", list(WireDType))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_bad_values(dtype: WireDType, value: float) -> None:
+    """A row with a NaN or an infinity is refused, in every dtype."""
+    rows = np.ones((2, HIDDEN), np.float32)
+    rows[1, 2] = value
+    answer = refusal(asked(dtype, rows=dtype.encode(rows)))
+    assert answer.code is ErrorCode.BAD_VALUES
+    assert "layer 3" in answer.message
+
+
+def test_bad_weights() -> None:
+    """So is a routing weight."""
+    weights = np.array([1, np.nan, 1], np.float32)
+    assert refusal(asked(weights=weights)).code is ErrorCode.BAD_VALUES
+
+
+def test_results_that_the_dtype_cannot_carry() -> None:
+    """An overflow of f16 is an error with advice, not an infinity in the reply."""
+    answer = refusal(asked(WireDType.F16), factor=1e5)
+    assert answer.code is ErrorCode.BAD_VALUES
+    assert "f16 cannot carry" in answer.message and "--wire" in answer.message
+
+
+def test_exact_in_another_dtype() -> None:
+    """Exact replies in any dtype but the one that is computed in are refused with both names."""
+    answer = refusal(asked(WireDType.BF16, mode=ReplyMode.EXACT))
+    assert answer.code is ErrorCode.NUMERICS
+    assert "f32" in answer.message and "bf16" in answer.message
+
+
+def test_a_failing_compute(caplog: pytest.LogCaptureFixture) -> None:
+    """An exception in compute is an INTERNAL error to the driver and a traceback in our log."""
+    it = computer(error=RuntimeError("no such kernel"))
+    answer = it.answer(asked())
+    assert isinstance(answer, ErrorReply)
+    assert answer.code is ErrorCode.INTERNAL
+    assert "no such kernel" in answer.message
+    assert "Traceback" in caplog.text
+    # ... and the turn is given back.
+    assert isinstance(it.answer(asked()), ErrorReply)
+
+
+def test_counts() -> None:
+    """Dispatches, rows, pairs and times are counted; refusals are not."""
+    counters = Counters()
+    it = Computer("a", FakeBlocks(), SHAPE, counters)
+    it.answer(asked())
+    it.answer(asked(layer=0))
+    assert (counters.dispatches, counters.rows, counters.pairs) == (1, 2, 3)
+    assert sum(counters.compute.counts) == sum(counters.queue.counts) == 1
+
+
+class TellingQueue(deque[Any]):
+    """Lets a test know when somebody has queued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queued = Semaphore(0)
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self.queued.release()
+
+
+def test_turns_come_in_order() -> None:
+    """Whoever asks first has the next turn, whatever the scheduler thinks."""
+    turns, queue = Turns(), TellingQueue()
+    turns._waiting = queue
+    order: list[int] = []
+    with ThreadPoolExecutor(20) as pool, turns:
+        for number in range(20):
+            pool.submit(take_turn, turns, order, number)
+            assert queue.queued.acquire(timeout=30)
+    assert order == list(range(20))
+
+
+def take_turn(turns: Turns, order: list[int], number: int) -> None:
+    with turns:
+        order.append(number)
+
+
+def test_a_turn_ends_with_an_error() -> None:
+    """An exception in somebody's turn does not keep it taken."""
+    turns = Turns()
+    with pytest.raises(RuntimeError), turns:
+        raise RuntimeError
+    with turns:
+        pass
