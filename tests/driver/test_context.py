@@ -81,3 +81,27 @@ def test_the_last_token_is_always_read() -> None:
     context = engine.context()
     read(engine, context, IDS)
     assert context.reuse(IDS) == IDS[-1:]
+
+
+class Chunk:
+    """A cache entry that remembers its newest tokens only, as a chunked attention's does."""
+
+    def __init__(self) -> None:
+        self.offset, self.kept = 0, 3
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, count: int) -> int:
+        return min(count, self.kept)
+
+
+def test_a_cache_that_forgets_too_little_starts_afresh() -> None:
+    """An entry that cannot go back as far as is asked makes the context read all of it again."""
+    context = Context(lambda: [Chunk()])
+    context.extend(IDS)
+    context.cache[0].offset = len(IDS)
+    assert context.reuse([*IDS[:6], 40]) == [40]
+    context.cache[0].offset = len(context.tokens)
+    assert context.reuse([IDS[0], 40]) == [IDS[0], 40]
+    assert context.tokens == []

@@ -64,6 +64,15 @@ def test_exact_says_what_one_process_says(
         assert "".join(conversation(session).ask(PROMPT)) == expected
 
 
+def test_exact_gives_the_bits_of_one_process(nodes: list[NodeProcess], tmp_path: Path) -> None:
+    """In exact mode the logits over nodes are those of a plain one-process run, bit for bit."""
+    ids = ("--ids", ",".join(str(7 * n) for n in range(70)))
+    for name, over in (("one", ()), ("two", ("--nodes", joined(nodes), "--exact"))):
+        out = str(tmp_path / f"{name}.npy")
+        assert main(["logits", str(DEMO_STORE), *ids, *over, "-o", out]) == 0
+    assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
+
+
 def test_the_order_of_nodes_changes_no_bit(nodes: list[NodeProcess], tmp_path: Path) -> None:
     """Sum mode gives the same logits for every order of --nodes."""
     found = set()
