@@ -9,6 +9,7 @@ from time import monotonic
 
 import pytest
 
+from expert_driver.cli import main
 from expert_driver.config import NetworkConfig, Sampling
 from expert_driver.conversation import Conversation
 from expert_driver.opening import Session, opened
@@ -78,10 +79,8 @@ def test_the_order_of_nodes_changes_no_bit(nodes: list[NodeProcess], tmp_path: P
     found = set()
     for order in (nodes, nodes[::-1]):
         out = tmp_path / f"{order[0].port}.npy"
-        done = expert_net(
-            "logits", DEMO_STORE, "--ids", "1,20,300", "-o", out, "--nodes", joined(order)
-        )
-        assert done.returncode == 0, done.stderr
+        arguments = ("--ids", "1,20,300", "-o", str(out), "--nodes", joined(order))
+        assert main(["logits", str(DEMO_STORE), *arguments]) == 0
         found.add(out.read_bytes())
     assert len(found) == 1
 
@@ -113,10 +112,8 @@ def cut(talk: Conversation, node: NodeProcess, how: str) -> tuple[float, NodeErr
 
 def test_a_killed_node_is_an_error_within_a_second(expected: str) -> None:
     """A node that dies in a reply is named within 1 s; once it is back the talk goes on."""
-    with (
-        node_processes("a,b", DEMO_STORE) as (first, second),
-        session_with([first, second]) as session,
-    ):
+    with node_processes("a,b", DEMO_STORE) as nodes, session_with(nodes) as session:
+        second = nodes[1]
         talk = conversation(session)
         seconds, error = cut(talk, second, "kill")
         assert isinstance(error, NodeClosed) and error.node == "b"
@@ -144,10 +141,8 @@ def test_a_silent_node_is_an_error_within_five_seconds(expected: str) -> None:
 
 def test_a_drained_node_says_goodbye(expected: str) -> None:
     """A node that is stopped politely between two replies is linked again when it is back."""
-    with (
-        node_processes("a,b", DEMO_STORE) as (first, second),
-        session_with([first, second]) as session,
-    ):
+    with node_processes("a,b", DEMO_STORE) as nodes, session_with(nodes) as session:
+        second = nodes[1]
         talk = conversation(session)
         assert "".join(talk.ask(PROMPT)) == expected
         assert second.stop() == 0
