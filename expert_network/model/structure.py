@@ -73,11 +73,8 @@ def _classes(config: Config, store: Store, weights: Weights) -> tuple[type[Modul
 
     class Stored(model_class):  # type: ignore[misc, valid-type]
         def sanitize(self, _: Weights) -> Weights:
-            # The weights have been through it before conversion. It is called again for what it
-            # does to the model, such as dropping a tied head; not every family's leaves its own
-            # result alone, so that is not used.
-            if hasattr(super(), "sanitize"):
-                super().sanitize(dict(weights))
+            # They have been through the family's own before conversion, and not every family's
+            # leaves its own result alone.
             return weights
 
         def load_weights(self, file_or_weights: Any, strict: bool = True) -> Module:

@@ -104,7 +104,7 @@ OTHER_USES: dict[str, Callable[[Any, mx.array], Any]] = {
     "cast first": lambda y, s: (y.astype(mx.float32) * s[..., None]).sum(axis=-2),
     "weights twice": lambda y, s: (y * s[..., None] * s[..., None]).sum(axis=-2),
     "keepdims": lambda y, s: (y * s[..., None]).sum(axis=-2, keepdims=True).squeeze(-2),
-    "over the wrong axis": lambda y, s: (y * s[..., None]).sum(axis=-1).sum(-1, keepdims=True),
+    "over the wrong axis": lambda y, s: (y * s[..., None]).sum(axis=-1).max(-1, keepdims=True),
     "no weights": lambda y, s: y.sum(axis=-2),
     "weights of every channel": lambda y, s: (y * mx.broadcast_to(s[..., None], y.shape)).sum(-2),
     "one by one": lambda y, s: sum(y[..., k, :] * s[..., k, None] for k in range(TOP_K)),
@@ -125,6 +125,36 @@ def test_every_use_gives_what_the_switch_module_would(
     assert mx.allclose(before, after, rtol=1e-6, atol=1e-6)
 
 
+BY_METHODS = [
+    use
+    for name, use in OTHER_USES.items()
+    if name not in ("mx.sum", "einsum", "compiled", "weights from the left", "matmul")
+]
+
+
+@pytest.mark.parametrize("use", [usual, *BY_METHODS])
+def test_a_deferred_result_behaves_like_the_array(use: Callable[[Any, mx.array], Any]) -> None:
+    """Without any trial: methods, operators and indexing give what they give on the array."""
+    model = Model(Block(usual))
+    experts = Counting(model)
+    x, scores = mx.random.normal((2, 4, HIDDEN)), mx.random.uniform(shape=(2, 4, TOP_K))
+    ids = mx.random.randint(0, EXPERTS, (2, 4, TOP_K))
+    expected = use(experts.modules[0](x, ids), scores)
+    found = use(Deferred(experts, 0, x, ids), scores)
+    assert found.shape == expected.shape
+    assert mx.allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_outputs_are_asked_for_once_however_often_they_are_used() -> None:
+    """A block that uses its result in several ways costs one dispatch."""
+    model = Model(Block(usual))
+    experts = Counting(model)
+    y: Any = Deferred(experts, 0, mx.ones((1, 1, HIDDEN)), mx.zeros((1, 1, TOP_K), mx.uint32))
+    assert y.ndim == 4 and y.shape == (1, 1, TOP_K, HIDDEN)
+    assert mx.array_equal(y + 1, 1 + y) and mx.array_equal(y[..., 0, :], y[..., 1, :])
+    assert [kind for kind, _, _ in experts.asked] == ["outputs"]
+
+
 def test_the_usual_use_asks_for_one_sum_a_row() -> None:
     """In sum mode a block that multiplies and sums gets (rows, hidden) and never outputs."""
     _, _, experts, seams = both(Block(usual), mode="sum")
@@ -140,7 +170,9 @@ def test_exact_mode_asks_for_outputs_and_changes_no_bit() -> None:
     assert mx.array_equal(before, after)
 
 
-@pytest.mark.parametrize("name", ["mx.sum", "einsum", "compiled", "one by one", "no weights"])
+@pytest.mark.parametrize(
+    "name", ["mx.sum", "einsum", "compiled", "one by one", "no weights", "more than the sum"]
+)
 def test_a_block_that_sums_otherwise_gets_arrays(name: str) -> None:
     """Its seams ask for outputs, once a layer; blocks of other types still sum."""
 

@@ -145,7 +145,7 @@ def test_a_config_that_mlx_lm_refuses_is_a_sentence(store: Store, entries: dict[
 
 
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
-    """Families drop their head in sanitize, which is called for that: the store has none."""
+    """A store whose head is its embedding has no tensor for it, and its model no head."""
     store, _ = family_runs.save_trunk("qwen3_moe", tmp_path)
     tensors = trunk(store)
     tensors.pop("lm_head.weight")
