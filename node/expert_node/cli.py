@@ -14,7 +14,7 @@ import click
 from expert_network import __version__
 from expert_network.commandline import DefaultGroup, run_command
 from expert_network.net.address import is_loopback
-from expert_network.net.auth import ClusterKey
+from expert_network.net.auth import ClusterKey, key_file_warning
 from expert_node import service
 from expert_node.config import NodeConfig, options
 
@@ -34,7 +34,10 @@ def cli() -> None:
 
 @click.command(context_settings=_SETTINGS)
 def run(**values: Any) -> int:
-    """Load the blocks that the roster gives this node and answer drivers until stopped."""
+    """Load this node's blocks and answer drivers.
+
+    Runs until it is stopped: Ctrl-C, SIGTERM, or --stop-at-eof.
+    """
     config = _config(values)
     # Before anything that imports mlx: a machine without a backend gets one sentence.
     from expert_network.backend import detect
@@ -50,7 +53,10 @@ cli.add_command(options(run))
 
 @cli.group("service")
 def service_group() -> None:
-    """Keep a node running: a launchd agent on macOS, a systemd user unit on Linux."""
+    """Keep a node always on.
+
+    As a launchd agent on macOS, as a systemd user unit on Linux.
+    """
 
 
 @click.command("install", context_settings=_SETTINGS)
@@ -87,10 +93,7 @@ service_group.add_command(uninstall)
 
 def _config(values: dict[str, Any]) -> NodeConfig:
     """The config, with the key read. Raises UsageError for an address open to anyone."""
-    key_file: Path | None = values["key_file"]
-    text = os.environ.get(KEY_VARIABLE)
-    key = ClusterKey.read(key_file) if key_file else ClusterKey.from_text(text) if text else None
-    config = NodeConfig(**values, key=key)
+    config = NodeConfig(**values, key=_key(values["key_file"]))
     if not (is_loopback(config.host) or config.key or config.insecure):
         raise click.UsageError(
             f"--host {config.host} lets other machines in: give --key-file FILE (made with "
@@ -99,10 +102,21 @@ def _config(values: dict[str, Any]) -> NodeConfig:
     return config
 
 
+def _key(file: Path | None) -> ClusterKey | None:
+    if file is None:
+        text = os.environ.get(KEY_VARIABLE)
+        return ClusterKey.from_text(text, KEY_VARIABLE) if text else None
+    key = ClusterKey.read(file)
+    warning = key_file_warning(file)
+    if warning is not None:
+        click.echo(f"warning: {warning}", err=True)
+    return key
+
+
 def _service_config(values: dict[str, Any]) -> NodeConfig:
     """A config that would start, with the store pinned: what is wrong with it is said now."""
     config = _config(values)
-    if config.key and not config.key_file:
+    if config.key_file is None and config.key is not None:
         raise click.UsageError(
             f"a service does not see {KEY_VARIABLE}; put the key in a file and give --key-file."
         )
@@ -113,4 +127,7 @@ def _service_config(values: dict[str, Any]) -> NodeConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `expert-node`; the exit code."""
-    return run_command(cli, argv, "expert-node")
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words and "EXPERT_NODE_ROSTER" in os.environ:
+        words = ["run"]  # everything is in the environment, as containers like it
+    return run_command(cli, words, "expert-node")

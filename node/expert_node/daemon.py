@@ -191,4 +191,4 @@ class Node:
         cut = drained.result() if drained.done() else serving.links.cut()
         if cut:
             self.abandoned = True
-            log.warning("%d links were cut off before their dispatch was done", cut)
+            log.warning("links that were cut off before their dispatch was done: %d", cut)

@@ -54,8 +54,9 @@ async def _serve(links: Links, sock: socket.socket, peer: str) -> None:
         with suppress(RuntimeError):  # the loop has ended before this link, which was cut off
             loop.call_soon_threadsafe(end)
 
-    links.start(sock, peer, ended_in_thread)
+    thread = links.start(sock, peer, ended_in_thread)
     await ended
+    thread.join()  # its last steps: see Links.drain
 
 
 def _check_upgrade(request: web.Request) -> None:

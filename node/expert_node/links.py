@@ -78,7 +78,7 @@ class Links:
         self.limits = limits or Limits()
         #: Why no link may begin or go on, once the node is draining.
         self.ending: str | None = None
-        self._links: set[Link] = set()
+        self._links: dict[Link, Thread] = {}
         self._changed = Condition()
         self._watch: Thread | None = None
 
@@ -97,17 +97,21 @@ class Links:
             sent = sum(link.stream.bytes_sent for link in self._links)
             return self.counters.bytes_received + received, self.counters.bytes_sent + sent
 
-    def start(self, sock: socket.socket, peer: str, ended: Callable[[], None]) -> None:
+    def start(self, sock: socket.socket, peer: str, ended: Callable[[], None]) -> Thread:
         """Serve a link on `sock`, which is handed over, in a thread that calls `ended` last."""
         with self._changed:
             link = Link(self, sock, peer, busy=len(self) >= self.limits.links)
-            self._links.add(link)
+            thread = Thread(
+                target=self._serve, args=(link, ended), name=f"link {peer}", daemon=True
+            )
+            self._links[link] = thread
             if self._watch is None:
                 self._watch = Thread(target=self._watch_links, name="watch", daemon=True)
                 self._watch.start()
             self._changed.notify_all()
+            thread.start()
         self.counters.link_opened()
-        Thread(target=self._serve, args=(link, ended), name=f"link {peer}", daemon=True).start()
+        return thread
 
     def drain(self, reason: str, seconds: float) -> int:
         """End all links, each after the dispatch it is computing; how many had to be cut off.
@@ -115,11 +119,17 @@ class Links:
         Blocks for `seconds` at most.
         """
         self.ending = reason
+        deadline = monotonic() + seconds
         with self._changed:
+            threads = list(self._links.values())
             for link in self._links:
                 link.stream.interrupt()
-            self._changed.wait_for(lambda: not self._links, seconds)
-        return self.cut()
+        # Joined, not only told to end: a thread that is in MLX while the interpreter ends aborts
+        # the process.
+        for thread in threads:
+            thread.join(max(0.0, deadline - monotonic()))
+        self.cut()
+        return sum(thread.is_alive() for thread in threads)
 
     def cut(self) -> int:
         """Close the links that are left at once; how many they were."""
@@ -134,7 +144,7 @@ class Links:
             link.run()
         finally:
             with self._changed:
-                self._links.discard(link)
+                del self._links[link]
                 self.counters.link_ended(link.stream.bytes_received, link.stream.bytes_sent)
                 self._changed.notify_all()
             ended()

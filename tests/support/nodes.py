@@ -27,9 +27,14 @@ from urllib.request import urlopen
 READY, STOP = 90.0, 30.0
 
 
+def python_module() -> list[str]:
+    """What `expert-node` is called without being installed."""
+    return [sys.executable, "-m", "expert_node"]
+
+
 def node_command(roster: str, me: str, store: Path | None, *options: str) -> list[str]:
     """The command line of a node on a free port; `options` may say otherwise."""
-    command = [sys.executable, "-m", "expert_node", "--roster", roster, "--me", me, "--port", "0"]
+    command = [*python_module(), "--roster", roster, "--me", me, "--port", "0"]
     return [*command, *(["--store", str(store)] if store else []), *options]
 
 
@@ -163,7 +168,7 @@ def run_node(
     """Run `expert-node` with these arguments to its end."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("EXPERT_")}
     return subprocess.run(
-        [sys.executable, "-m", "expert_node", *arguments],
+        [*python_module(), *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
