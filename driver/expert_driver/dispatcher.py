@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 import mlx.core as mx
@@ -24,15 +25,22 @@ class NetworkExperts:
         self._wire = network.wanted.wire
 
     def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
-        """Every expert's own output, (N, k, D) in x's dtype."""
-        rows = self._to_wire(x)
-        mx.eval(rows, ids)
-        weights = np.ones(ids.shape, np.float32)
-        made = np.empty((ids.size, x.shape[-1]), self._wire.raw)
-        for job in self._dispatch(layer, ReplyMode.EXACT, rows, np.asarray(ids), weights):
+        """Every expert's own output, (N, k, D) in x's dtype.
+
+        Rows travel in the dtype that each node computes in, whatever --wire says: single outputs
+        are only given so. In exact mode this is the driver's dtype too, and nothing is rounded.
+        """
+        self._network.ready()
+        dtypes = [
+            WireDType.for_compute(link.greeting.welcome.compute_dtype)
+            for link in self._network.links
+        ]
+        weights = mx.ones(ids.shape, mx.float32)
+        made = np.empty((ids.size, x.shape[-1]), np.float32)
+        for job in self._dispatch(layer, ReplyMode.EXACT, dtypes, x, ids, weights):
             for share, data in job.replies:
-                made[share.pairs] = data
-        return self._from_wire(made).reshape(*ids.shape, x.shape[-1]).astype(x.dtype)
+                made[share.pairs] = job.dtype.decode(data)
+        return mx.array(made).astype(x.dtype).reshape(*ids.shape, x.shape[-1])
 
     def weighted_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """The sum over k of weights (N, k, float32) times outputs: (N, D) in float32.
@@ -40,52 +48,51 @@ class NetworkExperts:
         Partial sums are added in the order of the roster, so that neither the order of --nodes nor
         that of the replies is in the bits.
         """
-        rows = self._to_wire(x)
-        mx.eval(rows, ids, weights)
+        self._network.ready()
+        dtypes = [self._wire] * len(self._network.links)
         total = np.zeros(x.shape, np.float32)
-        jobs = self._dispatch(layer, ReplyMode.SUM, rows, np.asarray(ids), np.asarray(weights))
-        for job in jobs:
+        for job in self._dispatch(layer, ReplyMode.SUM, dtypes, x, ids, weights):
             for share, data in job.replies:
-                total[share.rows] += self._wire.decode(data)
+                total[share.rows] += job.dtype.decode(data)
         return mx.array(total)
 
-    def _to_wire(self, x: mx.array) -> mx.array:
-        """x as it travels, lazily: bfloat16 as uint16, since numpy has no such type."""
-        cast = x.astype(_CAST[self._wire])
-        return cast.view(mx.uint16) if self._wire is WireDType.BF16 else cast
-
-    def _from_wire(self, raw: Raw) -> mx.array:
-        array = mx.array(raw)
-        return array.view(mx.bfloat16) if self._wire is WireDType.BF16 else array
-
     def _dispatch(
-        self, layer: int, mode: ReplyMode, rows: mx.array, ids: Raw, weights: Raw
+        self,
+        layer: int,
+        mode: ReplyMode,
+        dtypes: Sequence[WireDType],
+        x: mx.array,
+        ids: mx.array,
+        weights: mx.array,
     ) -> list[Job]:
-        """Ask all nodes; the finished jobs, in the order of the roster.
-
-        rows (N, D) are evaluated, as they travel; ids and weights (N, k).
-        """
+        """Ask all nodes, each in its of `dtypes`; the finished jobs, in the order of the roster."""
         network = self._network
-        agreement = network.ready()
+        travelling = {dtype: _to_wire(x, dtype) for dtype in dtypes}
+        mx.eval(ids, weights, *travelling.values())
         started, before = perf_counter(), network.traffic
-        call = Call(
-            layer,
-            agreement.roster.epoch,
-            mode,
-            self._wire,
-            np.ascontiguousarray(rows),
-            ids.astype(np.uint16).reshape(-1),
-            np.ascontiguousarray(weights, np.float32).reshape(-1),
-        )
-        shares = split(agreement.chosen[layer][ids], len(network.links))
+        rows = {dtype: np.ascontiguousarray(raw) for dtype, raw in travelling.items()}
+        experts = np.asarray(ids)
+        epoch = network.agreement.roster.epoch
+        call = Call(layer, epoch, mode, rows, experts.astype(np.uint16), _float32(weights))
+        shares = split(network.agreement.chosen[layer][experts], len(network.links))
         jobs = [
-            Job(link, call, parts(share, link, call, ids.shape[1]), figures)
-            for link, figures, share in zip(
-                network.links, network.figures.nodes, shares, strict=True
+            Job(link, call, dtype, parts(share, link, call, dtype), figures)
+            for link, dtype, figures, share in zip(
+                network.links, dtypes, network.figures.nodes, shares, strict=True
             )
             if share is not None
         ]
         gather(jobs)
         network.used()
-        network.figures.count(len(ids), perf_counter() - started, network.traffic - before)
+        network.figures.count(len(experts), perf_counter() - started, network.traffic - before)
         return jobs
+
+
+def _to_wire(x: mx.array, dtype: WireDType) -> mx.array:
+    """x as it travels, lazily: bfloat16 as uint16, since numpy has no such type."""
+    cast = x.astype(_CAST[dtype])
+    return cast.view(mx.uint16) if dtype is WireDType.BF16 else cast
+
+
+def _float32(weights: mx.array) -> Raw:
+    return np.ascontiguousarray(weights, np.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -30,25 +30,25 @@ Raw = npt.NDArray[Any]
 class Call:
     """What a layer asks of all nodes together.
 
-    rows: raw (N, D); ids: uint16 and weights: float32, both (N * k,).
+    rows: raw (N, D), once for each dtype that a node is asked in. ids: uint16 (N, k) and weights:
+    float32 (N, k).
     """
 
     layer: int
     epoch: int
     mode: ReplyMode
-    dtype: WireDType
-    rows: Raw
+    rows: Mapping[WireDType, Raw]
     ids: Raw
     weights: Raw
 
-    def dispatch(self, share: Share) -> Dispatch:
+    def dispatch(self, share: Share, dtype: WireDType) -> Dispatch:
         """The frame for one share."""
-        every = len(share.rows) == len(self.rows)
-        rows = self.rows if every else self.rows[share.rows]
-        ids, weights = self.ids[share.pairs], self.weights[share.pairs]
-        return Dispatch(
-            self.layer, self.epoch, self.mode, self.dtype, rows, share.offsets, ids, weights
-        )
+        rows = self.rows[dtype]
+        if len(share.rows) != len(rows):
+            rows = rows[share.rows]
+        ids = self.ids.reshape(-1)[share.pairs]
+        weights = self.weights.reshape(-1)[share.pairs]
+        return Dispatch(self.layer, self.epoch, self.mode, dtype, rows, share.offsets, ids, weights)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +60,7 @@ class Job:
 
     link: Link
     call: Call
+    dtype: WireDType
     waiting: deque[Share]
     figures: NodeFigures
     replies: list[tuple[Share, Raw]] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Job:
     def send(self) -> bool:
         """Send the first part that waits; False, since its reply is owed."""
         self.late_at, self.traffic = monotonic() + LIMIT_S, self.link.traffic
-        self.link.dispatch(self.call.dispatch(self.waiting[0]), SILENCE_S)
+        self.link.dispatch(self.call.dispatch(self.waiting[0], self.dtype), SILENCE_S)
         self.silent_at = monotonic() + SILENCE_S
         return False
 
@@ -111,12 +112,11 @@ class Job:
         return None
 
 
-def parts(share: Share, link: Link, call: Call, k: int) -> deque[Share]:
-    """`share` in parts that are within the node's limits and ours, k experts to a row."""
+def parts(share: Share, link: Link, call: Call, dtype: WireDType) -> deque[Share]:
+    """`share` in parts that are within the node's limits and ours."""
     welcome = link.greeting.welcome
-    rows = rows_that_fit(
-        call.rows.shape[1], k, call.mode, call.dtype, welcome.max_rows, welcome.max_payload
-    )
+    hidden, k = call.rows[dtype].shape[1], call.ids.shape[1]
+    rows = rows_that_fit(hidden, k, call.mode, dtype, welcome.max_rows, welcome.max_payload)
     if len(share.rows) <= rows:
         return deque((share,))
     return deque(share.part(start, start + rows) for start in range(0, len(share.rows), rows))

@@ -162,12 +162,13 @@ def _explained(node: str) -> Iterator[None]:
 
 
 def refusal(node: str, error: ErrorReply) -> NodeRefused | NetworkMismatch:
-    """What a node's ERROR frame means here."""
-    advice = _ADVICE.get(error.code, "look at its log")
-    message = error.message.rstrip(". ")
+    """What a node's ERROR frame means here. It may say itself what to do, after a semicolon."""
+    problem, _, advice = error.message.rstrip(". ").rpartition("; ")
+    if not problem:
+        problem, advice = advice, _ADVICE.get(error.code, "look at its log")
     if error.code in _MISMATCHES:
-        return NetworkMismatch(f"node {node} refuses the link: {message}; {advice}.")
-    return NodeRefused(node, f"refuses: {message}", advice, error.code)
+        return NetworkMismatch(f"node {node} refuses the link: {problem}; {advice}.")
+    return NodeRefused(node, f"refuses: {problem}", advice, error.code)
 
 
 def not_the_protocol(node: str, error: RemoteProtocolError) -> NodeError:

@@ -19,7 +19,7 @@ import pytest
 from expert_driver import gathering, network
 from expert_driver.agreement import Wanted
 from expert_driver.dispatcher import NetworkExperts
-from expert_driver.links import Opener
+from expert_driver.links import Opener, refusal
 from expert_driver.network import Network
 from expert_network.errors import (
     NetworkMismatch,
@@ -29,7 +29,7 @@ from expert_network.errors import (
     NotANode,
 )
 from expert_protocol.dtypes import WireDType
-from expert_protocol.frames import Dispatch, ErrorCode, Hello
+from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Hello
 from expert_roster.roster import Roster
 from tests.driver.fakes import DIGEST, HIDDEN, FakeLink, FakeNode, answer, computed
 
@@ -124,15 +124,21 @@ def test_the_order_of_nodes_is_not_in_the_bits() -> None:
 
 @pytest.mark.parametrize("wire", [WireDType.BF16, WireDType.F16])
 def test_half_precision_on_the_wire(pair: list[FakeNode], wire: WireDType) -> None:
-    """Rows and replies can travel in half precision; results keep their dtypes."""
+    """Rows and sums can travel in half precision; the result is float32."""
     with experts_of(pair, replace(WANTED, wire=wire)) as experts:
         np.testing.assert_allclose(summed(experts), SUM, rtol=0.03, atol=0.03)
-        outputs = experts.outputs(LAYER, mx.array(X).astype(mx.bfloat16), mx.array(IDS))
-        assert outputs.dtype == mx.bfloat16
-        np.testing.assert_allclose(
-            np.array(outputs.astype(mx.float32)), OUTPUTS, rtol=0.03, atol=0.03
-        )
     assert {dispatch.dtype for node in pair for dispatch in node.dispatches} == {wire}
+
+
+def test_single_outputs_travel_as_each_node_computes(pair: list[FakeNode]) -> None:
+    """A family that cannot be summed gets single outputs, in each node's own compute dtype."""
+    pair[1].welcome = replace(pair[1].welcome, compute_dtype="bfloat16")
+    with experts_of(pair, replace(WANTED, wire=WireDType.F16)) as experts:
+        outputs = experts.outputs(LAYER, mx.array(X).astype(mx.bfloat16), mx.array(IDS))
+    assert outputs.dtype == mx.bfloat16
+    np.testing.assert_allclose(np.array(outputs.astype(mx.float32)), OUTPUTS, rtol=0.03, atol=0.03)
+    asked = [{dispatch.dtype for dispatch in node.dispatches} for node in pair]
+    assert asked == [{WireDType.F32}, {WireDType.BF16}]
 
 
 def test_bfloat16_travels_bit_for_bit(pair: list[FakeNode]) -> None:
@@ -318,6 +324,15 @@ def test_a_refused_dispatch_keeps_the_link(pair: list[FakeNode], experts: Networ
     assert caught.value.code == ErrorCode.BAD_VALUES
     np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
     assert len(pair[1].links) == 1
+
+
+def test_a_refusal_may_say_itself_what_to_do() -> None:
+    """What a node advises replaces what the driver would have."""
+    told = refusal("a", ErrorReply(ErrorCode.BAD_VALUES, "it overflows; choose a wider --wire"))
+    assert str(told) == "node a refuses: it overflows; choose a wider --wire."
+    told = refusal("a", ErrorReply(ErrorCode.MODEL, "it serves another model; give both one store"))
+    assert isinstance(told, NetworkMismatch)
+    assert str(told) == "node a refuses the link: it serves another model; give both one store."
 
 
 def test_garbage_is_no_node(pair: list[FakeNode], experts: NetworkExperts) -> None:
