@@ -43,9 +43,7 @@ def run(config: NodeConfig, backend: Backend) -> int:
 
     Raises, before anything is loaded, what startup.read raises, OutOfMemory and AddressInUse.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
+    _log_to_stderr(config.log_level.upper())
     settled = startup.read(config)
     needed = partition_bytes(settled.store.manifest, settled.blocks)
     startup.check_memory(settled, needed, available_memory())
@@ -58,6 +56,12 @@ def run(config: NodeConfig, backend: Backend) -> int:
         logging.shutdown()
         os._exit(code)
     return code
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    # It writes a traceback for every scanner that does not speak HTTP; our own errors go to ours.
+    logging.getLogger("aiohttp.server").setLevel(level if level == "DEBUG" else "CRITICAL")
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -112,6 +116,7 @@ class Node:
             access_log=None,
             handle_signals=False,
             shutdown_timeout=HTTP_SECONDS,
+            lingering_time=0,  # no request here has a body to wait for
         )
         await runner.setup()
         try:

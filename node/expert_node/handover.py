@@ -20,7 +20,8 @@ async def hand_over(request: web.Request, links: Links) -> web.StreamResponse:
     """Answer 101 and serve the link in its own thread; returns when the link has ended.
 
     Reading is paused before the 101 is written, so whatever a driver sends after it is read by the
-    link's thread and nobody else.
+    link's thread and nobody else. aiohttp drops what came before, which the protocol forbids: such
+    a link gets no WELCOME, or an ERROR at its next frame.
     """
     _check_upgrade(request)
     if links.ending is not None:
@@ -33,7 +34,6 @@ async def hand_over(request: web.Request, links: Links) -> web.StreamResponse:
     if transport is None:
         raise ConnectionResetError("the driver left")
     transport.pause_reading()
-    _check_nothing_read(request)
     response = web.StreamResponse(status=101, headers={"Connection": "Upgrade", "Upgrade": UPGRADE})
     response.force_close()
     await response.prepare(request)
@@ -67,15 +67,6 @@ def _check_upgrade(request: web.Request) -> None:
     wanted = f"asks for {asked!r}" if asked else "does not ask for an Upgrade"
     sentence = f"a link begins with Upgrade: {UPGRADE} and this request {wanted}"
     raise web.HTTPUpgradeRequired(text=sentence, headers={"Upgrade": UPGRADE})
-
-
-def _check_nothing_read(request: web.Request) -> None:
-    """Refuse who sends frames before the 101: what aiohttp has read of them is lost to the link.
-
-    A frame that came only in part goes unnoticed here; the link then fails at its first header.
-    """
-    if any(getattr(request.protocol, name, None) for name in ("_messages", "_message_tail")):
-        raise web.HTTPBadRequest(text="wait for the answer to the Upgrade before the first frame")
 
 
 async def _written(transport: asyncio.WriteTransport) -> None:
