@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expert_driver.cli import main
 from expert_driver.parity import read_ids, replacing
 from expert_network.errors import InputError
-from tests.driver.programs import DEMO_STORE, expert_net
+from tests.driver.programs import DEMO_STORE
 
 VOCABULARY = 8192
 
@@ -78,28 +79,34 @@ def test_replacing_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and out.read_text() == "new"
 
 
+def logits(*arguments: str | Path) -> int:
+    return main(["logits", str(DEMO_STORE), *map(str, arguments)])
+
+
 def test_logits_are_written(tmp_path: Path) -> None:
     """The file is float32, a row for each id; the same ids give the same bits."""
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([1, 5, 9, 700]))
     for name, given in (("one.npy", str(ids)), ("two.npy", "1,5,9,700")):
-        done = expert_net("logits", DEMO_STORE, "--ids", given, "-o", tmp_path / name)
-        assert done.returncode == 0, done.stderr
+        assert logits("--ids", given, "-o", tmp_path / name) == 0
     one, two = (np.load(tmp_path / name) for name in ("one.npy", "two.npy"))
     assert one.dtype == np.float32 and one.shape == (4, VOCABULARY)
     assert np.array_equal(one, two) and np.isfinite(one).all()
 
 
 @pytest.mark.parametrize("ids", ["8192", "-1", "1,99999"])
-def test_ids_outside_the_vocabulary_write_nothing(tmp_path: Path, ids: str) -> None:
+def test_ids_outside_the_vocabulary_write_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, ids: str
+) -> None:
     """An id the model does not know is a sentence, exit code 3, and no file."""
-    done = expert_net("logits", DEMO_STORE, f"--ids={ids}", "-o", tmp_path / "out.npy")
-    assert done.returncode == 3
-    assert "vocabulary of 8192" in done.stderr and "Traceback" not in done.stderr
+    assert logits(f"--ids={ids}", "-o", tmp_path / "out.npy") == 3
+    assert "vocabulary of 8192" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_folder_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_missing_folder_is_said_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Where the output cannot stand is an error at once."""
-    done = expert_net("logits", DEMO_STORE, "--ids", "1", "-o", tmp_path / "no" / "out.npy")
-    assert done.returncode == 3 and "the folder does not exist" in done.stderr
+    assert logits("--ids", "1", "-o", tmp_path / "no" / "out.npy") == 3
+    assert "the folder does not exist" in capsys.readouterr().err
