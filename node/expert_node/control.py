@@ -18,6 +18,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,11 +41,14 @@ log = logging.getLogger("expert_node")
 PIECE = 1 << 20
 #: Blocks that are sent at a time; each is whole in memory meanwhile.
 BLOCKS_AT_ONCE = 4
+#: For one of them to be taken, so that four slow clients do not keep all others waiting.
+BLOCK_SECONDS = 120.0
 #: No request here has a body.
 MAX_BODY = 1  # byte: 0 would mean no limit
 OPEN_PATH = "/health"
 
-_PROOF = "authentication-info"
+# That we know the key too, for the answer to the request of this task; aiohttp gives each its own.
+_proof: ContextVar[str | None] = ContextVar("proof", default=None)
 
 
 class Control:
@@ -102,7 +106,11 @@ class Control:
             if data is None:
                 self._not_here(layer, expert)
             content = Content(spec.block_bytes, spec.sha256[expert], _held(data))
-            return await send(request, content)
+            try:
+                async with asyncio.timeout(BLOCK_SECONDS):
+                    return await send(request, content)
+            except TimeoutError:
+                raise ConnectionAbortedError("somebody fetches a block too slowly") from None
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         return await hand_over(request, self._serving().links)
@@ -188,7 +196,7 @@ def _guard(key: ClusterKey) -> Middleware:
             return await handler(request)
         try:
             answer = request.headers.get("Authorization")
-            request[_PROOF] = verify(key, nonces, request.method, request.raw_path, answer)
+            _proof.set(verify(key, nonces, request.method, request.raw_path, answer))
         except KeyRefused as refusal:
             raise web.HTTPUnauthorized(
                 text=str(refusal), headers={"WWW-Authenticate": challenge(nonces)}
@@ -199,7 +207,7 @@ def _guard(key: ClusterKey) -> Middleware:
 
 
 async def _add_proof(request: web.Request, response: web.StreamResponse) -> None:
-    proof = request.get(_PROOF)
+    proof = _proof.get()
     if proof is not None:
         response.headers["Authentication-Info"] = proof
 
