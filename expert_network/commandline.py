@@ -121,7 +121,8 @@ def _report(error: Exception) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         code = 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1
         return _say(f"{error.filename}: {error.strerror}.", code)
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    reason = " ".join(str(error).split())
+    what = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
     return _say(
         f"something unforeseen happened ({what}); set {DEBUG}=1 for the traceback.", INTERNAL_ERROR
     )

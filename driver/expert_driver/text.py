@@ -40,7 +40,8 @@ class Text:
                 eos_token_ids=sorted(eos) or None,
             )
         except Exception as error:  # whatever transformers meets in a damaged file
-            problem = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
+            reason = " ".join(str(error).split())
+            problem = f"its tokenizer cannot be loaded ({type(error).__name__}: {reason})"
             raise StoreError(store.path, problem, "convert the checkpoint again") from error
         return cls(tokenizer, eos | frozenset(tokenizer.eos_token_ids))
 
