@@ -88,14 +88,15 @@ class Turns:
 class Computer:
     """Answers the dispatches of all links from one node's blocks, one at a time.
 
-    node: this node's name; holdings: a sentence's end that says what it holds ("roster …").
+    node: this node's name. shape: (layer, experts) of every MoE layer.
     """
 
     def __init__(self, node: str, blocks: Blocks, shape: list[tuple[int, int]], counters: Counters):
         self._node, self._blocks, self._counters = node, blocks, counters
         self._turns = Turns()
         self._exact = WireDType.for_compute(blocks.compute_dtype)
-        self._held = {layer: _mask(blocks.owned(layer), experts) for layer, experts in shape}
+        self._experts = dict(shape)
+        self._held = {layer: _mask(blocks.owned(layer)) for layer in self._experts}
 
     def answer(self, dispatch: Dispatch) -> Reply | ErrorReply:
         """The reply to `dispatch`, or why there is none. Any thread; waits for its turn."""
@@ -111,34 +112,33 @@ class Computer:
             return ErrorReply(ErrorCode.INTERNAL, message)
 
     def _refusal(self, dispatch: Dispatch) -> ErrorReply | None:
-        held = self._held[dispatch.layer]
-        ids = dispatch.ids
-        if int(ids.max()) >= len(held) or not held[ids].all():
-            return self._not_owned(dispatch, held)
+        if not self._held[dispatch.layer][dispatch.ids].all():
+            return self._not_owned(dispatch)
         if dispatch.mode is ReplyMode.EXACT and dispatch.dtype is not self._exact:
             message = (
                 f"exact replies of node {self._node} travel as {self._exact.label}, the dtype it "
                 f"computes in, and {dispatch.dtype.label} was asked for"
             )
             return ErrorReply(ErrorCode.NUMERICS, message)
-        if not finite(dispatch.rows, dispatch.dtype) or not np.isfinite(dispatch.weights).all():
-            message = f"the dispatch for layer {dispatch.layer} has values that are not finite"
-            return ErrorReply(ErrorCode.BAD_VALUES, message)
         return None
 
-    def _not_owned(self, dispatch: Dispatch, held: NDArray[np.bool_]) -> ErrorReply:
+    def _not_owned(self, dispatch: Dispatch) -> ErrorReply:
         layer, ids = dispatch.layer, np.unique(dispatch.ids)
-        beyond = ids[ids >= len(held)]
+        experts = self._experts[layer]
+        beyond = ids[ids >= experts]
         if len(beyond):
-            message = f"layer {layer} has {len(held)} experts and no expert {beyond[0]}"
+            message = f"layer {layer} has {experts} experts and no expert {beyond[0]}"
             return ErrorReply(ErrorCode.NOT_OWNED, message)
-        missing = ids[~held[ids]]
+        missing = ids[~self._held[layer][ids]]
         more = f" and {len(missing) - 1} more of that layer" if len(missing) > 1 else ""
         message = f"node {self._node} does not hold block ({layer}, {missing[0]}){more}"
         return ErrorReply(ErrorCode.NOT_OWNED, message)
 
     def _reply(self, dispatch: Dispatch) -> Reply | ErrorReply:
         rows = dispatch.dtype.decode(dispatch.rows)
+        if not _all_finite(rows, dispatch.weights):
+            message = f"the dispatch for layer {dispatch.layer} has values that are not finite"
+            return ErrorReply(ErrorCode.BAD_VALUES, message)
         asked = perf_counter()
         with self._turns:
             began = perf_counter()
@@ -163,7 +163,24 @@ class Computer:
         return Reply(dispatch.mode, dispatch.dtype, queue_us, compute_us, data)
 
 
-def _mask(owned: Ids, experts: int) -> NDArray[np.bool_]:
-    held = np.zeros(experts, np.bool_)
+def _mask(owned: Ids) -> NDArray[np.bool_]:
+    # One entry for every id that the wire can carry, so that no id needs a check of its own.
+    held = np.zeros(1 << 16, np.bool_)
     held[owned] = True
     return held
+
+
+def _all_finite(*arrays: NDArray[np.float32]) -> bool:
+    """np.isfinite of everything, in half the time for the few rows of the token loop."""
+    with np.errstate(invalid="ignore"):
+        for values in arrays:
+            if values.size > len(_ZEROS):
+                if not np.isfinite(values).all():
+                    return False
+            # Zero times an infinity or a NaN is NaN, and nothing else is.
+            elif values.reshape(-1).dot(_ZEROS[: values.size]) != 0:
+                return False
+    return True
+
+
+_ZEROS = np.zeros(1 << 16, np.float32)

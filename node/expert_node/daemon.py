@@ -196,4 +196,4 @@ class Node:
         cut = drained.result() if drained.done() else serving.links.cut()
         if cut:
             self.abandoned = True
-            log.warning("links that were cut off before their dispatch was done: %d", cut)
+            log.warning("%d links were cut off before their dispatch was done", cut)

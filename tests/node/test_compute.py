@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expert_node.compute import Computer, Turns
+from expert_node.compute import Computer, Turns, _all_finite
 from expert_node.metrics import Counters
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Reply, ReplyMode, WireDType
 
@@ -109,6 +109,16 @@ def test_bad_values(dtype: WireDType, value: float) -> None:
     answer = refusal(asked(dtype, rows=dtype.encode(rows)))
     assert answer.code is ErrorCode.BAD_VALUES
     assert "layer 3" in answer.message
+
+
+@pytest.mark.parametrize("count", [1, 1 << 16, (1 << 16) + 1])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_bad_value_among_many(count: int, value: float) -> None:
+    """The quick check for few values and the thorough one for many find the same."""
+    values = np.full(count, np.finfo(np.float32).max)
+    assert _all_finite(values)
+    values[-1] = value
+    assert not _all_finite(values[:1], values)
 
 
 def test_bad_weights() -> None:
