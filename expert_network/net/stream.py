@@ -29,6 +29,10 @@ __all__ = ["Buffer", "Connection", "FrameStream", "open_link"]
 
 #: Seconds for the peer to take a frame off our hands.
 SEND_TIMEOUT = 5.0
+#: Bytes a second that a link must carry: a frame over FIRST_BUFFER has this much longer.
+SLOWEST = 1 << 20
+#: Seconds to take what is there when the silence was over before anyone looked.
+LATE_LOOK = 0.1
 #: The receive buffer a stream starts with: the payload of a batch-1 dispatch of any model.
 FIRST_BUFFER = 64 << 10
 #: A buffer that one large frame made larger than this is given back after it.
@@ -66,8 +70,6 @@ class FrameStream(Generic[E]):
 
     peer: the node's name or URL, or the driver's address, for sentences.
     linger: seconds to let the peer read a refusal before the socket is closed.
-    spin: seconds to ask again and again before sleeping for a frame. Saves the wake-up, costs a
-        core.
     """
 
     def __init__(
@@ -77,13 +79,12 @@ class FrameStream(Generic[E]):
         peer: str,
         *,
         linger: float = 0.0,
-        spin: float = 0.0,
     ) -> None:
         self.peer = peer
         self.bytes_sent = 0
         self.bytes_received = 0
         self._sock, self._connection = sock, connection
-        self._linger, self._spin = linger, spin
+        self._linger = linger
         self._closed = self._interrupted = False
         self._header = memoryview(bytearray(32))
         self._buffer = _memory(FIRST_BUFFER)
@@ -105,6 +106,8 @@ class FrameStream(Generic[E]):
     def send(self, buffers: Sequence[Buffer], timeout: float = SEND_TIMEOUT) -> None:
         """Send one frame's buffers, uncopied, within `timeout` seconds.
 
+        A large frame has longer, as SLOWEST says, as long as some of it is taken meanwhile.
+
         Raises NodeTimeout if the peer does not take them, NodeClosed if it is gone.
         """
         self._usable()
@@ -120,8 +123,9 @@ class FrameStream(Generic[E]):
 
         Raises NodeTimeout if no whole frame comes within `silence` seconds after the last whole
         frame that came or went, however many bytes drip in meanwhile; and, if `frame` is given,
-        when one that has begun is not complete that many seconds later. Raises NodeClosed at the
-        end of the stream, RemoteProtocolError after sending the connection's refusal, and
+        when one that has begun is not complete that many seconds later. A large frame has longer,
+        as SLOWEST says, as long as some of it comes every `silence` seconds. Raises NodeClosed at
+        the end of the stream, RemoteProtocolError after sending the connection's refusal, and
         Cancelled after `interrupt`, which leaves the stream usable for sending.
         """
         self._usable()
@@ -179,14 +183,17 @@ class FrameStream(Generic[E]):
             size += part.nbytes if isinstance(part, memoryview) else len(part)
         if not size:
             return
-        if timeout != self._send_timeout:
-            self._set_timeout(socket.SO_SNDTIMEO, timeout)
-            self._send_timeout = timeout
+        deadline = monotonic() + timeout + size / SLOWEST
+        # A large frame goes in several calls: one that takes nothing, after one that took a part.
+        patience = timeout if size <= FIRST_BUFFER else timeout / 2
+        if patience != self._send_timeout:
+            self._set_timeout(socket.SO_SNDTIMEO, patience)
+            self._send_timeout = patience
         try:
             sent = self._sock.sendmsg(buffers)
             if sent != size:
-                self._send_rest(buffers, sent, monotonic() + timeout)
-        except BlockingIOError:
+                self._send_rest(buffers, sent, deadline)
+        except (BlockingIOError, TimeoutError):
             raise self._not_taken(timeout) from None
         except OSError as error:
             raise self._gone(error) from error
@@ -201,16 +208,15 @@ class FrameStream(Generic[E]):
                 return
             left[0] = left[0][sent:]
             if monotonic() >= deadline:
-                raise self._not_taken(self._send_timeout)
+                raise TimeoutError
             sent = self._sock.sendmsg(left)
 
     # Receiving
 
     def _next_event(self, silence: float, frame: float | None) -> E:
-        self._deadline = self._last + silence
+        # What has come by now came in time, however late we look: there is time to take it.
+        self._deadline = max(self._last + silence, monotonic() + LATE_LOOK)
         connection = self._connection
-        if self._spin:
-            self._spin_until(min(self._deadline, monotonic() + self._spin))
         begun = False
         while True:
             needs = connection.needs
@@ -236,35 +242,38 @@ class FrameStream(Generic[E]):
 
     def _fill(self, view: memoryview, silence: float, frame: float | None, begun: bool) -> None:
         got, size = 0, len(view)
+        large = size > FIRST_BUFFER
+        stalled = self._deadline
+        if large:
+            self._deadline += size / SLOWEST
         while got < size:
-            left = self._deadline - monotonic()
-            if left > 0:
-                self._wait_at_most(left, silence)
-            # What has come by now came in time, however late we look.
-            flags = 0 if left > 0 else socket.MSG_DONTWAIT
-            try:
-                count = self._sock.recv_into(view[got:] if got else view, 0, flags)
-            except BlockingIOError:
-                if left <= 0:
-                    raise self._silent(silence, begun) from None
-                continue
-            except OSError as error:
-                raise self._gone(error) from error
+            left = min(self._deadline, stalled) - monotonic()
+            if left <= 0:
+                raise self._silent(silence, begun)
+            self._wait_at_most(left, silence)
+            count = self._take(view[got:] if got else view, begun)
             if not count:
-                raise self._ended(begun)
+                continue
             got += count
-            self.bytes_received += count
+            if large:
+                stalled = monotonic() + silence
             if not begun:
                 begun = True
                 if frame is not None:
                     self._deadline = min(self._deadline, monotonic() + frame)
 
-    def _spin_until(self, deadline: float) -> None:
-        peeked = bytearray(1)
-        while monotonic() < deadline:
-            with suppress(BlockingIOError):
-                self._sock.recv_into(peeked, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-                return
+    def _take(self, view: memoryview, begun: bool) -> int:
+        """How many bytes came; 0 if none did before the kernel's timeout."""
+        try:
+            count = self._sock.recv_into(view)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._gone(error) from error
+        if not count:
+            raise self._ended(begun)
+        self.bytes_received += count
+        return count
 
     def _wait_at_most(self, left: float, silence: float) -> None:
         """Give the kernel a timeout of at most `left`: the same in most calls, so rarely set."""
