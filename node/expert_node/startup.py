@@ -50,7 +50,7 @@ def check_memory(startup: Startup, partition_bytes: int, available: int) -> None
     if not partition_bytes or needed <= available:
         return
     what = (
-        f"the partition of node {startup.name} ({startup.block_count} blocks of "
+        f"the partition of node {startup.name} ({startup.block_count} blocks, "
         f"{size(partition_bytes)}, and {size(SERVING_BYTES)} to work with)"
     )
     advice = "give the node a smaller weight in the roster, or add nodes to it"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from expert_network.errors import OutOfMemory
 from expert_network.net.auth import ClusterKey
+from expert_network.store.manifest import MANIFEST, lay_out
 from expert_network.store.reader import Store
 from expert_node import cli
 from expert_roster.rendezvous import partition
@@ -133,6 +136,33 @@ def test_partition_too_big(
     code, text = failed(capsys, *AB, "--store", str(small))
     assert code == OutOfMemory.exit_code == 5
     assert "needs" in text and "short" in text
+
+
+def write_huge_store(path: Path) -> None:
+    """A store of a terabyte, of which nothing is on the disk but its files' lengths."""
+    small = write_store(path, layers=(0,), experts=1)
+    tensors, size = lay_out([("up_proj.weight", "float32", (1 << 14, 1 << 15))])
+    experts = 512
+    spec = replace(
+        small.layers[0],
+        experts=experts,
+        tensors=tensors,
+        block_bytes=size,
+        stride=size,
+        sha256=("00" * 32,) * experts,
+    )
+    os.truncate(path / spec.file, spec.file_bytes)
+    (path / MANIFEST).write_bytes(replace(small, layers=(spec,)).to_bytes())
+
+
+def test_a_terabyte(tmp_path: Path) -> None:
+    """Half a terabyte is refused at once, with the real figures of this machine."""
+    write_huge_store(tmp_path / "huge")
+    result = run_node(*AB, "--port", "0", "--store", str(tmp_path / "huge"))
+    assert result.returncode == 5
+    assert "the partition of node a" in result.stderr
+    assert " GB short; give the node a smaller weight in the roster" in result.stderr
+    assert "loading" not in result.stderr
 
 
 def test_port_in_use(
