@@ -14,7 +14,7 @@ import pytest
 from expert_network.errors import NodeClosed
 from expert_network.net.stream import FrameStream
 from expert_node.compute import Computer
-from expert_node.links import Limits, Links
+from expert_node.links import Limits, Link, Links
 from expert_node.metrics import Counters
 from expert_protocol.connection import DriverConnection, DriverEvent
 from expert_protocol.frames import (
@@ -149,26 +149,65 @@ def test_an_error_leaves_the_link_usable() -> None:
     assert it.counters.errors[ErrorCode.NOT_OWNED] == 1
 
 
-def test_working_is_said_and_never_inside_a_reply() -> None:
-    """WORKING comes while a dispatch is computed; frames stay whole although two threads send."""
+def test_working_is_said() -> None:
+    """WORKING comes again and again while a dispatch is computed, and then the whole reply."""
     it = bench(replace(LIMITS, working=0.001))
     with it.greeted() as link:
         for _ in range(50):
             it.computer.go.clear()
             link.send(link.connection.dispatch(dispatch((1,) * 2000)))
             assert isinstance(link.stream.receive(30), Working)
+            assert isinstance(link.stream.receive(30), Working)
             it.computer.go.set()
             assert isinstance(link.receive(), Reply)
 
 
-def test_quick_dispatches_hear_no_working() -> None:
-    """A dispatch that is answered at once costs no WORKING."""
-    it = bench()
-    it.computer.go.set()
+def test_a_reply_waits_for_a_working_that_is_on_its_way() -> None:
+    """A WORKING never falls into a REPLY or behind it, although another thread sends it."""
+    it = bench(replace(LIMITS, working=0.001))
     with it.greeted() as link:
-        for _ in range(20):
-            link.ask(dispatch())
-        assert link.working == 0
+        connection = only_link(it)._connection
+        working, reply = connection.working, connection.reply
+        replied, overtaken = Event(), []
+
+        def slow_working() -> Any:
+            it.computer.go.set()
+            overtaken.append(replied.wait(0.2))
+            return working()
+
+        def noticed_reply(answer: Reply) -> Any:
+            replied.set()
+            return reply(answer)
+
+        connection.working = slow_working  # type: ignore[method-assign]
+        connection.reply = noticed_reply  # type: ignore[method-assign, assignment]
+        link.send(link.connection.dispatch(dispatch()))
+        assert isinstance(link.stream.receive(30), Working)
+        assert isinstance(link.receive(), Reply)
+        assert overtaken and not any(overtaken)
+
+
+@pytest.mark.parametrize(("working", "frames"), [(1000.0, 0), (0.0, 1)])
+def test_quick_dispatches_hear_no_working(working: float, frames: int) -> None:
+    """WORKING is for a dispatch that has been computed for half a period, and for no other."""
+    it = bench(replace(LIMITS, working=1000.0))
+    with it.greeted() as link:
+        node_link = only_link(it)
+        node_link._limits = replace(LIMITS, working=working)
+        node_link.say_working()
+        link.send(link.connection.dispatch(dispatch()))
+        assert it.computer.asked.wait(30)
+        node_link.say_working()
+        it.computer.go.set()
+        assert isinstance(link.receive(), Reply)
+        node_link.say_working()
+        assert link.working == frames
+
+
+def only_link(it: Bench) -> Link:
+    """The node's end of the one link there is."""
+    (link,) = it.links._links
+    return link
 
 
 def test_silence_after_the_upgrade() -> None:
