@@ -21,7 +21,7 @@ from expert_network.store.reader import Store
 from expert_protocol.frames import ErrorReply, Goodbye, Reply, ReplyMode, WireDType, Working
 from expert_roster.rendezvous import partition
 from expert_roster.roster import Roster
-from tests.support.links import dispatch_of, linked
+from tests.support.links import SILENCE, dispatch_of, linked
 from tests.support.nodes import NodeProcess, node_command, node_process, node_processes
 
 AB = Roster.parse("a,b")
@@ -145,8 +145,8 @@ def test_working_while_computing(store: Store, tmp_path: Path) -> None:
     ):
         for link in (first, second):  # the second dispatch goes once the first is computed
             link.send(link.connection.dispatch(dispatch_of(0, rows(1, store), [[0]])))
-            assert isinstance(link.stream.receive(5.0), Working)
-            assert isinstance(link.stream.receive(5.0), Working)
+            assert isinstance(link.stream.receive(SILENCE), Working)
+            assert isinstance(link.stream.receive(SILENCE), Working)
         gate.write_bytes(b"x")
         assert isinstance(first.receive(), Reply)
         gate.write_bytes(b"x")
@@ -159,9 +159,9 @@ def test_sigterm_finishes_the_dispatch_at_hand(store: Store, tmp_path: Path) -> 
     """On SIGTERM the dispatch that is being computed is answered, then comes GOODBYE; exit 0."""
     with held(store, tmp_path) as (node, gate), linked(node.url, store.manifest) as link:
         link.send(link.connection.dispatch(dispatch_of(0, rows(1, store), [[0]])))
-        assert isinstance(link.stream.receive(5.0), Working)
+        assert isinstance(link.stream.receive(SILENCE), Working)
         node.send(signal.SIGTERM)
-        assert isinstance(link.stream.receive(5.0), Working)
+        assert isinstance(link.stream.receive(SILENCE), Working)
         gate.write_bytes(b"x")
         assert isinstance(link.receive(), Reply)
         parting = link.receive()
@@ -185,7 +185,7 @@ def test_the_drain_has_an_end(store: Store, tmp_path: Path) -> None:
         linked(node.url, store.manifest) as link,
     ):
         link.send(link.connection.dispatch(dispatch_of(0, rows(1, store), [[0]])))
-        assert isinstance(link.stream.receive(5.0), Working)
+        assert isinstance(link.stream.receive(SILENCE), Working)
         node.send(signal.SIGTERM)
         assert node.wait() == 0
         assert "1 links were cut off before their dispatch was done" in node.stderr()
@@ -198,9 +198,9 @@ def test_a_second_signal_forces(store: Store, tmp_path: Path) -> None:
         linked(node.url, store.manifest) as link,
     ):
         link.send(link.connection.dispatch(dispatch_of(0, rows(1, store), [[0]])))
-        assert isinstance(link.stream.receive(5.0), Working)
+        assert isinstance(link.stream.receive(SILENCE), Working)
         node.send(signal.SIGINT)
-        assert isinstance(link.stream.receive(5.0), Working)
+        assert isinstance(link.stream.receive(SILENCE), Working)
         node.send(signal.SIGINT)
         assert node.wait() == 130
 
@@ -209,15 +209,15 @@ def test_draining_is_said(store: Store, tmp_path: Path) -> None:
     """A draining node says so on /health and takes no new links."""
     with held(store, tmp_path) as (node, gate), linked(node.url, store.manifest) as link:
         link.send(link.connection.dispatch(dispatch_of(0, rows(1, store), [[0]])))
-        assert isinstance(link.stream.receive(5.0), Working)
+        assert isinstance(link.stream.receive(SILENCE), Working)
         node.send(signal.SIGTERM)
-        assert isinstance(link.stream.receive(5.0), Working)
+        assert isinstance(link.stream.receive(SILENCE), Working)
         with pytest.raises(HTTPError) as answer:
             node.get("/health")
         assert (answer.value.code, answer.value.read()) == (503, b'{"status": "draining"}')
         answer.value.close()
         with pytest.raises(NodeRefused, match="node a is shutting down"):
-            open_link(node.url, None, 5.0)
+            open_link(node.url, None, SILENCE)
         gate.write_bytes(b"x")
 
 
