@@ -68,7 +68,14 @@ def test_driver_and_nodes_while_serving(
 ) -> None:
     """The driver peaks under trunk + 400 MB, the nodes under partition + 300 MB, over a prompt."""
     urls = ",".join(node.url for node in nodes)
-    arguments = ["logits", store.path, "--ids", PROMPT, "-o", tmp_path / "out.npy"]
+    arguments: list[str | Path] = [
+        "logits",
+        store.path,
+        "--ids",
+        PROMPT,
+        "-o",
+        tmp_path / "out.npy",
+    ]
     peak = peak_of([*COMMAND, *arguments, "--nodes", urls, *mode], environment())
     trunk = store.manifest.files[TRUNK].size
     print(f"driver {mode}: trunk {trunk / MB:.0f} MB, peak {peak / MB:.0f} MB")
