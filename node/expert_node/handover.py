@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import suppress
 
 from aiohttp import web
 
@@ -38,25 +37,14 @@ async def hand_over(request: web.Request, links: Links) -> web.StreamResponse:
     response.force_close()
     await response.prepare(request)
     await _written(transport)
-    await _serve(links, _own_socket(transport), _peer(transport))
+    sock = _own_socket(transport)
+    try:
+        served = links.start(sock, _peer(transport))
+    except RuntimeError:  # the node has drained meanwhile
+        sock.close()
+        return response
+    await asyncio.wrap_future(served)
     return response
-
-
-async def _serve(links: Links, sock: socket.socket, peer: str) -> None:
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def ended_in_thread() -> None:
-        with suppress(RuntimeError):  # the loop has ended before this link, which was cut off
-            loop.call_soon_threadsafe(end)
-
-    thread = links.start(sock, peer, ended_in_thread)
-    await ended
-    thread.join()  # its last steps: see Links.drain
 
 
 def _check_upgrade(request: web.Request) -> None:

@@ -10,6 +10,7 @@ import logging
 import select
 import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
 from time import monotonic
@@ -78,7 +79,10 @@ class Links:
         self.limits = limits or Limits()
         #: Why no link may begin or go on, once the node is draining.
         self.ending: str | None = None
-        self._links: dict[Link, Thread] = {}
+        self._links: dict[Link, Future[None]] = {}
+        # MLX keeps what it made for a thread, a thread of its own among it, when that thread ends:
+        # so threads are kept too, and a driver that comes and goes gets one that was there before.
+        self._threads = ThreadPoolExecutor(self.limits.links + self.limits.refusals, "link")
         self._changed = Condition()
         self._watch: Thread | None = None
 
@@ -97,39 +101,36 @@ class Links:
             sent = sum(link.stream.bytes_sent for link in self._links)
             return self.counters.bytes_received + received, self.counters.bytes_sent + sent
 
-    def start(self, sock: socket.socket, peer: str, ended: Callable[[], None]) -> Thread:
-        """Serve a link on `sock`, which is handed over, in a thread that calls `ended` last."""
+    def start(self, sock: socket.socket, peer: str) -> Future[None]:
+        """Serve a link on `sock`, which is handed over, in a thread of its own; done when it ends.
+
+        For one caller at a time, which has looked at `full`.
+        """
         with self._changed:
             link = Link(self, sock, peer, busy=len(self) >= self.limits.links)
-            thread = Thread(
-                target=self._serve, args=(link, ended), name=f"link {peer}", daemon=True
-            )
-            self._links[link] = thread
+            served = self._links[link] = self._threads.submit(self._serve, link)
             if self._watch is None:
                 self._watch = Thread(target=self._watch_links, name="watch", daemon=True)
                 self._watch.start()
             self._changed.notify_all()
-            thread.start()
         self.counters.link_opened()
-        return thread
+        return served
 
     def drain(self, reason: str, seconds: float) -> int:
         """End all links, each after the dispatch it is computing; how many had to be cut off.
 
-        Blocks for `seconds` at most.
+        Blocks for `seconds` at most. No link can be started afterwards.
         """
         self.ending = reason
-        deadline = monotonic() + seconds
         with self._changed:
-            threads = list(self._links.values())
+            served = list(self._links.values())
             for link in self._links:
                 link.stream.interrupt()
-        # Joined, not only told to end: a thread that is in MLX while the interpreter ends aborts
-        # the process.
-        for thread in threads:
-            thread.join(max(0.0, deadline - monotonic()))
+        left = wait(served, seconds).not_done
         self.cut()
-        return sum(thread.is_alive() for thread in threads)
+        # A thread that is in MLX while the interpreter ends aborts the process.
+        self._threads.shutdown(wait=not left)
+        return len(left)
 
     def cut(self) -> int:
         """Close the links that are left at once; how many they were."""
@@ -139,7 +140,7 @@ class Links:
             link.stream.close()
         return len(links)
 
-    def _serve(self, link: Link, ended: Callable[[], None]) -> None:
+    def _serve(self, link: Link) -> None:
         try:
             link.run()
         finally:
@@ -147,7 +148,6 @@ class Links:
                 del self._links[link]
                 self.counters.link_ended(link.stream.bytes_received, link.stream.bytes_sent)
                 self._changed.notify_all()
-            ended()
 
     def _watch_links(self) -> None:
         while True:

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 import numpy as np
+import psutil
 import pytest
 
 from expert_network.backend import detect
@@ -99,6 +100,21 @@ def test_several_drivers(node: NodeProcess, store: Store) -> None:
         status = node.get("/status")
     assert [len(reply.data) for reply in replies if isinstance(reply, Reply)] == [1, 2]
     assert status["links"] >= 2
+
+
+def test_drivers_that_come_and_go(store: Store) -> None:
+    """A driver that has left leaves nothing behind: no thread, no descriptor."""
+    counts = []
+    with node_process("a", "a", store.path) as node:
+        process = psutil.Process(node.process.pid)
+        for number in range(60):
+            with linked(node.url, store.manifest) as link:
+                assert isinstance(link.ask(dispatch_of(0, rows(1, store), [[0]])), Reply)
+            if number in (9, 59):
+                counts.append((process.num_threads(), process.num_fds()))
+    (threads, files), (threads_later, files_later) = counts
+    assert threads_later - threads < 10
+    assert files_later - files < 10
 
 
 def test_a_node_without_blocks_starts(store: Store) -> None:

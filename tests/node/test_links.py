@@ -64,8 +64,7 @@ class Bench:
     def driver(self) -> Iterator[DriverLink]:
         """A link on which nothing has been said; its thread has ended when the context does."""
         ours, theirs = socket.socketpair()
-        ended = Event()
-        self.links.start(theirs, "driver x", ended.set)
+        served = self.links.start(theirs, "driver x")
         connection = DriverConnection(hidden)
         stream = FrameStream[DriverEvent](ours, connection, "node")
         try:
@@ -73,7 +72,7 @@ class Bench:
         finally:
             self.computer.go.set()
             stream.close()
-            assert ended.wait(30)
+            served.result(30)
 
     @contextmanager
     def greeted(self) -> Iterator[DriverLink]:
