@@ -22,7 +22,7 @@ ExpertNetworkError                      exit code 1
     NotOwned                                a block that is not where it was asked for
   KeyRefused                            4   no key, a wrong key, a replayed answer
   ProtocolError                         4
-    LocalProtocolError                      our own mistake: a frame we may not send now
+    LocalProtocolError                 70   our own mistake: a frame we may not send now
     RemoteProtocolError                     the peer's: what arrived is not the protocol
   HubError                              4   the model hub refuses, or cannot be reached
   ServiceError                          1   launchd or systemd could not be used
@@ -221,6 +221,8 @@ class ProtocolError(ExpertNetworkError):
 
 class LocalProtocolError(ProtocolError):
     """We tried to send what may not be sent now: a bug of ours."""
+
+    exit_code = 70
 
 
 class RemoteProtocolError(ProtocolError):

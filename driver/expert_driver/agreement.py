@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expert_network.errors import NetworkMismatch
+from expert_network.errors import NetworkMismatch, RosterError
 from expert_protocol.dtypes import WireDType
 from expert_protocol.greetings import Welcome
 from expert_protocol.header import VERSION
@@ -34,8 +34,11 @@ class Greeting:
 
     @cached_property
     def roster(self) -> Roster:
-        """Raises RosterError if what the node sent is not one."""
-        return Roster.from_wire(self.welcome.roster)
+        """Raises NetworkMismatch if what the node sent is not one."""
+        try:
+            return Roster.from_wire(self.welcome.roster)
+        except RosterError as error:
+            raise NetworkMismatch(f"node {self} sends a roster that is none: {error}") from error
 
     @property
     def name(self) -> str:

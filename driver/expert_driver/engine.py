@@ -25,6 +25,7 @@ from expert_driver.stopping import Stop
 from expert_network.errors import InputError
 
 CHUNK = 512  # tokens of a prompt in one pass: bounds the graph, the dispatches and the mask
+LOGITS = 1 << 24  # logits of one pass that are all kept: 64 MB in float32
 CLEAR_EVERY = 256  # tokens between two returns of MLX's spare buffers, as mlx-lm does
 
 Finish = Literal["stop", "length"]
@@ -73,8 +74,9 @@ class Engine:
         """The logits after each of `ids`, as float32 arrays (at most CHUNK, vocabulary)."""
         self.check_ids(ids)
         context = self.context()
-        for start in range(0, len(ids), CHUNK):
-            chunk = ids[start : start + CHUNK]
+        step = max(1, min(CHUNK, LOGITS // self.vocabulary))
+        for start in range(0, len(ids), step):
+            chunk = ids[start : start + step]
             logits = self._forward(context, chunk)[0].astype(mx.float32)
             mx.eval(logits)
             context.evaluate()

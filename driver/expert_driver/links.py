@@ -115,7 +115,8 @@ class Link:
         if self._connection.closed:
             self.close()
         if isinstance(event, Goodbye):
-            raise NodeClosed(self.name, f"ended the link: {event.reason}", "start it again")
+            reason = event.reason.removeprefix(f"node {self.name} ")
+            raise NodeClosed(self.name, f"ended the link ({reason})", "start it again")
         if isinstance(event, ErrorReply):
             raise refusal(self.name, event)
         return event
@@ -163,7 +164,8 @@ def _explained(node: str) -> Iterator[None]:
 
 def refusal(node: str, error: ErrorReply) -> NodeRefused | NetworkMismatch:
     """What a node's ERROR frame means here. It may say itself what to do, after a semicolon."""
-    problem, _, advice = error.message.rstrip(". ").rpartition("; ")
+    message = error.message.rstrip(". ").removeprefix(f"node {node} ")
+    problem, _, advice = message.rpartition("; ")
     if not problem:
         problem, advice = advice, _ADVICE.get(error.code, "look at its log")
     if error.code in _MISMATCHES:

@@ -41,9 +41,8 @@ class NodeStatus:
         try:
             return cls._read(url, _table(health), _table(status))
         except (KeyError, TypeError, ValueError, RosterError) as error:
-            return cls(
-                url, f"its status is not understood ({error}); install one version everywhere"
-            )
+            problem = f"the status of node {url} is not understood ({error})"
+            return cls(url, f"{problem}; install one version everywhere")
 
     @classmethod
     def _read(cls, url: str, health: Mapping[str, Any], status: Mapping[str, Any]) -> NodeStatus:

@@ -193,7 +193,9 @@ def _check_shard(shard: Path) -> int:
     with shard.open("rb") as file:
         start = file.read(8)
         if start == b"version ":
-            raise CheckpointError(shard, "a Git LFS pointer, not the weights", "git lfs pull")
+            raise CheckpointError(
+                shard, "a Git LFS pointer, not the weights", "run `git lfs pull` in that folder"
+            )
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > MAX_HEADER:
             raise CheckpointError(shard, "this is no safetensors file", _AGAIN)

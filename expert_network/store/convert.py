@@ -152,7 +152,7 @@ def _layer_spec(path: Path, site: SwitchSite) -> LayerSpec:
     for name, array in tensors.items():
         if array.ndim == 0 or array.shape[0] != experts:
             problem = f"{site.path}.{name} {array.shape} does not belong to {experts} experts"
-            raise CheckpointError(path, problem, "this family needs code of its own")
+            raise CheckpointError(path, problem, "choose a model of another family")
     layout = [(name, _dtype(array), tuple(array.shape[1:])) for name, array in tensors.items()]
     specs, block_bytes = lay_out(layout)
     stride = align(block_bytes, ALIGNMENT)

@@ -186,7 +186,8 @@ class Store:
 
     def _read_config(self, name: str) -> dict[str, Any]:
         if self.manifest.files[name].size > MAX_CONFIG:
-            raise StoreError(self.path / name, "the config is absurdly large", _REPAIR)
+            problem = f"the config is larger than {MAX_CONFIG} bytes"
+            raise StoreError(self.path / name, problem, _REPAIR)
         self.check_file(name)
         return read_config(self.path / name)
 

@@ -41,6 +41,10 @@ def write_secret(file: Path, text: str) -> None:
         raise InputError(
             f"{file} exists and is never overwritten; choose another name, or remove it first."
         ) from None
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be written ({error.strerror}); choose another folder."
+        ) from error
     with open(descriptor, "w", encoding="ascii") as stream:
         stream.write(text)
         stream.flush()
