@@ -15,8 +15,9 @@ from expert_network.errors import BackendMissing
 class Backend:
     """The MLX of this process.
 
-    `name` is "mlx-cpu", "mlx-metal" or "mlx-cuda"; `version` is MLX's; `isa` is the instruction-set
-    class of a CPU ("avx512", "avx2", "x86", "neon") or the architecture that a GPU names itself.
+    `name` is "mlx-cpu", "mlx-metal" or "mlx-cuda"; `version` is MLX's and mlx-lm's, which has the
+    activations; `isa` is the instruction-set class of a CPU ("avx512", "avx2", "x86", "neon") or
+    the architecture that a GPU names itself.
     """
 
     name: str
@@ -45,9 +46,13 @@ def detect() -> Backend:
     if mx.default_device().type == mx.DeviceType.cpu:
         # There it calls a C++ compiler: seconds at first use, a failure on a machine without one.
         mx.disable_compile()
-        return Backend("mlx-cpu", version("mlx"), _cpu_isa(platform.machine(), _cpu_flags()))
+        return Backend("mlx-cpu", _versions(), _cpu_isa(platform.machine(), _cpu_flags()))
     name = "mlx-metal" if mx.metal.is_available() else "mlx-cuda"
-    return Backend(name, version("mlx"), str(mx.device_info().get("architecture", "gpu")))
+    return Backend(name, _versions(), str(mx.device_info().get("architecture", "gpu")))
+
+
+def _versions() -> str:
+    return f"{version('mlx')}-{version('mlx-lm')}"
 
 
 def _how_to_install(reason: str, system: str) -> str:

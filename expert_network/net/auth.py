@@ -90,7 +90,8 @@ class ClusterKey:
     def mac(self, role: str, method: str, target: str, nonce: str, cnonce: str) -> str:
         """What `role` ("client" or "server") proves itself with, in hexadecimal."""
         message = "\n".join((f"expert-network/1 {role}", method, target, nonce, cnonce))
-        return hmac.new(self.secret, message.encode(), sha256).hexdigest()
+        # aiohttp hands on bytes of a target that are no UTF-8 as surrogates.
+        return hmac.new(self.secret, message.encode(errors="surrogateescape"), sha256).hexdigest()
 
 
 def key_file_warning(path: Path) -> str | None:

@@ -329,6 +329,8 @@ class _Reader:
         if len(fields) > MAX_FILES:
             self._refuse(f"it lists {len(fields)} files, more than the {MAX_FILES} allowed")
         files = {name: self._file(name, value) for name, value in sorted(fields.items())}
+        if len({name.casefold() for name in files}) < len(files):
+            self._refuse("it lists two files whose names differ in case alone")
         for name in (CONFIG, TRUNK):
             if name not in files:
                 self._refuse(f"it does not list {name}")
@@ -378,7 +380,7 @@ class _Reader:
 
 def is_file_name(name: str) -> bool:
     """Whether a file of this name may stand beside the manifest: plain, and not the manifest."""
-    return bool(_FILE_NAME.fullmatch(name)) and name not in (MANIFEST, BLOCKS)
+    return bool(_FILE_NAME.fullmatch(name)) and name.casefold() not in (MANIFEST, BLOCKS)
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:

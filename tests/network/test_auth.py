@@ -54,6 +54,14 @@ def answer_to(nonces: NonceTable, key: ClusterKey = KEY, target: str = "/link") 
     return Answer(key, "GET", target, nonce)
 
 
+def test_a_target_that_is_no_text() -> None:
+    """A stranger's target of any bytes is refused like any other, not a fault."""
+    nonces = NonceTable(Clock())
+    target = b"/\xff".decode("utf-8", "surrogateescape")
+    with pytest.raises(KeyRefused):
+        verify(KEY, nonces, "GET", target, answer_to(nonces, OTHER, target).header)
+
+
 def test_round() -> None:
     """A client with the key is let in, is shown a proof, and needs no second challenge."""
     nonces = NonceTable(Clock())

@@ -16,17 +16,17 @@ from expert_network.errors import BackendMissing
 
 
 def test_detect_names_what_runs_here() -> None:
-    """The backend is that of MLX's default device, with MLX's own version."""
+    """The backend is that of MLX's default device, with the versions of MLX and mlx-lm."""
     found = detect()
     assert (found.name == "mlx-cpu") == (mx.default_device().type == mx.DeviceType.cpu)
-    assert found.version == version("mlx")
+    assert found.version == f"{version('mlx')}-{version('mlx-lm')}"
     assert found.isa
 
 
 def test_the_numerics_id_has_four_parts() -> None:
     """Backend, kernel, precision and instruction set, each of which can change bits."""
-    found = Backend("mlx-cpu", "0.32.4", "avx2")
-    assert found.numerics("float32") == "mlx-cpu/switch-0.32.4/float32/avx2"
+    found = Backend("mlx-cpu", "0.32.4-0.32.2", "avx2")
+    assert found.numerics("float32") == "mlx-cpu/switch-0.32.4-0.32.2/float32/avx2"
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])

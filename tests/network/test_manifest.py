@@ -126,6 +126,10 @@ CHANGES: dict[str, Change] = {
     "an unknown field": lambda m: m.update(colour="red"),
     "a parent's file": lambda m: m["files"].update({"../x": m["files"]["config.json"]}),
     "an absolute file": lambda m: m["files"].update({"/x": m["files"]["config.json"]}),
+    "one name in two cases": lambda m: m["files"].update(
+        {"Config.json": m["files"]["config.json"]}
+    ),
+    "itself in capitals": lambda m: m["files"].update({"MANIFEST.json": m["files"]["config.json"]}),
     "itself as a file": lambda m: m["files"].update({"manifest.json": m["files"]["config.json"]}),
 }
 
