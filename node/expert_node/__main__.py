@@ -3,4 +3,4 @@
 from expert_node.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -125,9 +126,19 @@ def _service_config(values: dict[str, Any]) -> NodeConfig:
     return replace(config, store=str(startup.read(config).store.path))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `expert-node`; the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
+def run_cli(words: Sequence[str]) -> int:
+    """Run `expert-node` with these arguments; the exit code."""
     if not words and "EXPERT_NODE_ROSTER" in os.environ:
         words = ["run"]  # everything is in the environment, as containers like it
     return run_command(cli, words, "expert-node")
+
+
+def main() -> NoReturn:
+    """Be `expert-node`: run with the process's arguments, and end the process."""
+    code = run_cli(sys.argv[1:])
+    # Not through the interpreter's own end. A thread that has used MLX runs MLX's destructors when
+    # it ends, and these abort the process if they meet an interpreter that is being taken down.
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

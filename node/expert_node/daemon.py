@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -50,12 +49,7 @@ def run(config: NodeConfig, backend: Backend) -> int:
     with listen(config.host, config.port) as listener:
         node = Node(config, backend, NodeState(settled, loaded=(0, needed)), listener)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            code = runner.run(node.live())
-    if node.abandoned:
-        # A thread that still computes would be taken apart under MLX's feet.
-        logging.shutdown()
-        os._exit(code)
-    return code
+            return runner.run(node.live())
 
 
 def _log_to_stderr(level: str) -> None:
@@ -95,8 +89,6 @@ class Node:
     ) -> None:
         self._config, self._backend, self._state, self._listener = config, backend, state, listener
         self._stop = Stop()
-        #: Whether threads were left behind that may still be at work.
-        self.abandoned = False
 
     async def live(self) -> int:
         """From the first request to the last; the exit code."""
@@ -195,5 +187,4 @@ class Node:
         forced.cancel()
         cut = drained.result() if drained.done() else serving.links.cut()
         if cut:
-            self.abandoned = True
             log.warning("%d links were cut off before their dispatch was done", cut)

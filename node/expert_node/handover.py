@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 
 from aiohttp import web
 
 from expert_node.links import Links
+
+log = logging.getLogger("expert_node")
 
 UPGRADE = "expert-link/1"
 #: For 100 bytes to leave an empty socket buffer.
@@ -18,33 +21,46 @@ HANDOVER_SECONDS = 5.0
 async def hand_over(request: web.Request, links: Links) -> web.StreamResponse:
     """Answer 101 and serve the link in its own thread; returns when the link has ended.
 
+    Raises ConnectionResetError, and no other error after the 101, if the driver has left.
+
     Reading is paused before the 101 is written, so whatever a driver sends after it is read by the
     link's thread and nobody else. aiohttp drops what came before, which the protocol forbids: such
     a link gets no WELCOME, or an ERROR at its next frame.
     """
     _check_upgrade(request)
-    if links.ending is not None:
-        raise web.HTTPServiceUnavailable(text=links.ending, headers={"Retry-After": "5"})
-    if links.full:
-        raise web.HTTPServiceUnavailable(
-            text="too many links are open", headers={"Retry-After": "5"}
-        )
-    transport = request.transport
-    if transport is None:
-        raise ConnectionResetError("the driver left")
-    transport.pause_reading()
+    refusal = links.reserve()
+    if refusal is not None:
+        raise web.HTTPServiceUnavailable(text=refusal, headers={"Retry-After": "5"})
     response = web.StreamResponse(status=101, headers={"Connection": "Upgrade", "Upgrade": UPGRADE})
     response.force_close()
-    await response.prepare(request)
-    await _written(transport)
-    sock = _own_socket(transport)
     try:
-        served = links.start(sock, _peer(transport))
-    except RuntimeError:  # the node has drained meanwhile
-        sock.close()
-        return response
-    await asyncio.wrap_future(served)
+        sock, peer = await _take_over(request, response)
+    except BaseException:
+        links.release()
+        raise
+    served = links.start(sock, peer)
+    if served is not None:
+        await asyncio.wrap_future(served)
     return response
+
+
+async def _take_over(
+    request: web.Request, response: web.StreamResponse
+) -> tuple[socket.socket, str]:
+    """Send the 101; the connection's socket and who is at its other end."""
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError("the driver left")
+    peer = _peer(transport)
+    transport.pause_reading()
+    try:
+        await response.prepare(request)
+        await _written(transport)
+        return _own_socket(transport), peer
+    except OSError as error:  # reset meanwhile, no time or no descriptor left
+        log.info("%s got no link: %s", peer, error or "it did not take the answer")
+        transport.abort()
+        raise ConnectionResetError("the driver left") from error
 
 
 def _check_upgrade(request: web.Request) -> None:

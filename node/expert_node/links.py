@@ -50,7 +50,7 @@ class Limits:
     refusals: int = 16
     #: From the hand-over to the HELLO.
     handshake: float = 5.0
-    #: Without any frame. Drivers ping, so one this quiet has vanished.
+    #: Without any frame. A driver that wants the link again after that opens a new one.
     idle: float = 600.0
     #: From a frame's first bytes to its last: 64 MiB over a slow radio.
     frame: float = 60.0
@@ -80,6 +80,8 @@ class Links:
         #: Why no link may begin or go on, once the node is draining.
         self.ending: str | None = None
         self._links: dict[Link, Future[None]] = {}
+        # What is promised by `reserve` and what `_links` holds: never more than there are threads.
+        self._places = 0
         # MLX keeps what it made for a thread, a thread of its own among it, when that thread ends:
         # so threads are kept too, and a driver that comes and goes gets one that was there before.
         self._threads = ThreadPoolExecutor(self.limits.links + self.limits.refusals, "link")
@@ -89,11 +91,6 @@ class Links:
     def __len__(self) -> int:
         return len(self._links)
 
-    @property
-    def full(self) -> bool:
-        """Whether there is no room even for a refusal."""
-        return len(self) >= self.limits.links + self.limits.refusals
-
     def traffic(self) -> tuple[int, int]:
         """(received, sent) bytes over all links since the start."""
         with self._changed:
@@ -101,19 +98,52 @@ class Links:
             sent = sum(link.stream.bytes_sent for link in self._links)
             return self.counters.bytes_received + received, self.counters.bytes_sent + sent
 
-    def start(self, sock: socket.socket, peer: str) -> Future[None]:
-        """Serve a link on `sock`, which is handed over, in a thread of its own; done when it ends.
+    def reserve(self) -> str | None:
+        """Keep a place for a link, to be used with `start` or given back with `release`.
 
-        For one caller at a time, which has looked at `full`.
+        If there is none, the sentence that says why: no room even for a refusal, or draining.
         """
         with self._changed:
-            link = Link(self, sock, peer, busy=len(self) >= self.limits.links)
-            served = self._links[link] = self._threads.submit(self._serve, link)
-            if self._watch is None:
-                self._watch = Thread(target=self._watch_links, name="watch", daemon=True)
-                self._watch.start()
+            if self.ending is not None:
+                return self.ending
+            if self._places >= self.limits.links + self.limits.refusals:
+                return "too many links are open"
+            self._places += 1
+            return None
+
+    def release(self) -> None:
+        """Give back a place that `reserve` kept and no link was started in."""
+        with self._changed:
+            self._places -= 1
+
+    def start(self, sock: socket.socket, peer: str) -> Future[None] | None:
+        """Serve a link on `sock`, which is handed over, in a reserved place and a thread of its own.
+
+        Done when the link ends. None, with the socket closed and the place given back, if the node
+        has begun to drain meanwhile, or the system refuses (which is logged).
+        """
+        with self._changed:
+            served = self._begin(sock, peer) if self.ending is None else None
+            if served is None:
+                sock.close()
+                self._places -= 1
+                return None
             self._changed.notify_all()
         self.counters.link_opened()
+        return served
+
+    def _begin(self, sock: socket.socket, peer: str) -> Future[None] | None:
+        try:
+            if self._watch is None:
+                watch = Thread(target=self._watch_links, name="watch", daemon=True)
+                watch.start()
+                self._watch = watch
+            link = Link(self, sock, peer, busy=len(self) >= self.limits.links)
+            served = self._threads.submit(self._serve, link)
+        except (OSError, RuntimeError) as error:  # a socket that is gone; no thread to be had
+            log.warning("%s got no link: %s", peer, error)
+            return None
+        self._links[link] = served
         return served
 
     def drain(self, reason: str, seconds: float) -> int:
@@ -121,15 +151,14 @@ class Links:
 
         Blocks for `seconds` at most. No link can be started afterwards.
         """
-        self.ending = reason
         with self._changed:
+            self.ending = reason
             served = list(self._links.values())
             for link in self._links:
                 link.stream.interrupt()
         left = wait(served, seconds).not_done
         self.cut()
-        # A thread that is in MLX while the interpreter ends aborts the process.
-        self._threads.shutdown(wait=not left)
+        self._threads.shutdown(wait=False)
         return len(left)
 
     def cut(self) -> int:
@@ -137,15 +166,19 @@ class Links:
         with self._changed:
             links = list(self._links)
         for link in links:
-            link.stream.close()
+            link.stream.close(Cancelled("the link was cut off"))
         return len(links)
 
     def _serve(self, link: Link) -> None:
+        with self._changed:
+            if link not in self._links:
+                return  # the pool keeps what it had no thread for, and `start` has let go of it
         try:
             link.run()
         finally:
             with self._changed:
                 del self._links[link]
+                self._places -= 1
                 self.counters.link_ended(link.stream.bytes_received, link.stream.bytes_sent)
                 self._changed.notify_all()
 
@@ -184,7 +217,7 @@ class Link:
         try:
             self._serve()
         except Cancelled:
-            pass  # the node is draining: _part says so to the driver
+            pass  # the node is draining: _part says so to the driver, unless it was cut off
         except (NodeClosed, NodeTimeout) as end:
             log.info("link ended: %s", end)
         except RemoteProtocolError as error:
@@ -219,13 +252,26 @@ class Link:
         if not (isinstance(event, Hello) and self._greet(event)):
             return
         while self._links.ending is None:
-            match self.stream.receive(self._limits.idle, self._limits.frame):
+            match self._next():
                 case Dispatch() as dispatch:
                     self._compute(dispatch)
                 case Ping():
                     self._send(self._connection.pong())
                 case Goodbye():
                     return
+                case None:
+                    log.info("%s was idle for %g s", self._peer, self._limits.idle)
+                    return
+
+    def _next(self) -> NodeEvent | None:
+        """The next event; None if nothing at all has come for as long as a link may be idle."""
+        received = self.stream.bytes_received
+        try:
+            return self.stream.receive(self._limits.idle, self._limits.frame)
+        except NodeTimeout:
+            if self.stream.bytes_received != received:
+                raise
+            return None
 
     def _greet(self, hello: Hello) -> bool:
         """Answer the HELLO; False if with a refusal."""

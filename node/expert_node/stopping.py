@@ -71,11 +71,5 @@ async def in_thread(function: Callable[[], T]) -> T:
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(settle, result, error)
 
-    thread = Thread(target=work, name=getattr(function, "__name__", "work"), daemon=True)
-    thread.start()
-    try:
-        return await future
-    finally:
-        if not future.cancelled():
-            # Its last steps: a thread that is in MLX while the interpreter ends aborts the process.
-            thread.join()
+    Thread(target=work, name=getattr(function, "__name__", "work"), daemon=True).start()
+    return await future

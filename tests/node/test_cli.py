@@ -33,7 +33,7 @@ def small(tmp_path: Path) -> Path:
 
 def failed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     """Exit code and stderr of a command line that fails, run in this process."""
-    code = cli.main(list(words))
+    code = cli.run_cli(list(words))
     output = capsys.readouterr()
     assert "Traceback" not in output.err
     assert " ready on " not in output.out
@@ -194,9 +194,9 @@ def test_no_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     for name in [name for name in sys.modules if name.split(".")[0] in ("mlx", "expert_node")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mlx.core", None)
-    from expert_node.cli import main
+    from expert_node.cli import run_cli
 
-    code = main(AB)
+    code = run_cli(AB)
     assert code == 1
     assert "pip install" in capsys.readouterr().err
 

@@ -277,7 +277,7 @@ def telling_request(stop, code):
     request(stop, code)
     os.write(tell, b"x")
 Store.read_block_into, Stop.request = stopped_read, telling_request
-sys.exit(main(sys.argv[1:]))
+main()
 """
 
 

@@ -290,10 +290,10 @@ def options(tmp_path: Path) -> list[str]:
 
 def test_print(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`service print` shows either platform's file and nothing else."""
-    assert cli.main(["service", "print", "--platform", "launchd", *options]) == 0
+    assert cli.run_cli(["service", "print", "--platform", "launchd", *options]) == 0
     agent = plistlib.loads(capsys.readouterr().out.encode())
     assert agent["ProgramArguments"][3:5] == ["--roster=a,b", "--me=a"]
-    assert cli.main(["service", "print", "--platform", "systemd", *options]) == 0
+    assert cli.run_cli(["service", "print", "--platform", "systemd", *options]) == 0
     assert "[Install]" in capsys.readouterr().out
 
 
@@ -320,7 +320,7 @@ def test_options_are_checked_before_anything_is_written(
 ) -> None:
     """A node that would not start does not become a service."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cli.main(["service", "install", *options, *more]) == code
+    assert cli.run_cli(["service", "install", *options, *more]) == code
     assert words in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
     assert asked(tools) == []
@@ -331,7 +331,7 @@ def test_the_key_must_be_in_a_file(
 ) -> None:
     """A key from the environment would be lost, and is never written into the file."""
     monkeypatch.setenv("EXPERT_NETWORK_KEY", "ab" * 32)
-    assert cli.main(["service", "print", "--platform", "systemd", *options]) == 2
+    assert cli.run_cli(["service", "print", "--platform", "systemd", *options]) == 2
     captured = capsys.readouterr()
     assert "--key-file" in captured.err
     assert "ab" * 32 not in captured.out + captured.err
@@ -343,7 +343,7 @@ def test_the_only_store_is_pinned(
     """A second store in the models folder must not keep the service from starting later."""
     write_store(tmp_path / "models" / "tiny")
     words = ["--roster", "a", "--me", "a", "--home", str(tmp_path), "--platform", "launchd"]
-    assert cli.main(["service", "print", *words]) == 0
+    assert cli.run_cli(["service", "print", *words]) == 0
     arguments = plistlib.loads(capsys.readouterr().out.encode())["ProgramArguments"]
     assert f"--store={tmp_path}/models/tiny" in arguments
 
@@ -357,9 +357,9 @@ def test_install_from_the_command_line(
 ) -> None:
     """`service install` and `uninstall` do it all and say so."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cli.main(["service", "install", *options]) == 0
+    assert cli.run_cli(["service", "install", *options]) == 0
     assert "node a runs" in capsys.readouterr().out
-    assert cli.main(["service", "uninstall", "--me", "a"]) == 0
+    assert cli.run_cli(["service", "uninstall", "--me", "a"]) == 0
     assert "stopped node a" in capsys.readouterr().out
 
 

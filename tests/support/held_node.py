@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 
-def main() -> int:
+def main() -> None:
     """Hold Partition.compute, then be `expert-node` with the rest of the arguments."""
     # Opened for both, so that opening waits for nobody.
-    gate, arguments = os.open(sys.argv[1], os.O_RDWR), sys.argv[2:]
+    gate = os.open(sys.argv.pop(1), os.O_RDWR)
     from expert_network.backend import detect
 
     detect()
@@ -27,8 +27,8 @@ def main() -> int:
         return compute(self, *args)
 
     setattr(Partition, "compute", held)  # noqa: B010 - the type checker would forbid it
-    return node_main(arguments)
+    node_main()
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
