@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
@@ -36,7 +37,7 @@ LATE_LOOK = 0.1
 #: The receive buffer a stream starts with: the payload of a batch-1 dispatch of any model.
 FIRST_BUFFER = 64 << 10
 #: A buffer that one large frame made larger than this is given back after it.
-KEPT_BUFFER = 16 << 20
+KEPT_BUFFER = 2 << 20
 #: What a peer may still send while its link is ended politely.
 MAX_LINGER = 1 << 20
 
@@ -65,8 +66,9 @@ class FrameStream(Generic[E]):
     """One link's socket, which it owns from now on.
 
     After any error but Cancelled, an interrupt included, nobody knows where in a frame the socket
-    stands: it is closed, and the stream refuses further use with LocalProtocolError. One thread
-    may receive while another sends; `interrupt` may be called from any thread.
+    stands: it is closed, and whoever uses the stream afterwards meets the error that closed it, or
+    LocalProtocolError if it was closed on purpose. One thread may receive while another sends;
+    `interrupt` and `close` may be called from any thread.
 
     peer: the node's name or URL, or the driver's address, for sentences.
     linger: seconds to let the peer read a refusal before the socket is closed.
@@ -86,6 +88,7 @@ class FrameStream(Generic[E]):
         self._sock, self._connection = sock, connection
         self._linger = linger
         self._closed = self._interrupted = False
+        self._end: ExpertNetworkError | None = None
         self._header = memoryview(bytearray(32))
         self._buffer = _memory(FIRST_BUFFER)
         self._receive_timeout = self._send_timeout = -1.0
@@ -113,8 +116,8 @@ class FrameStream(Generic[E]):
         self._usable()
         try:
             self._send(buffers, timeout)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._fail(error)
             raise
         self._last = monotonic()
 
@@ -136,8 +139,8 @@ class FrameStream(Generic[E]):
         except RemoteProtocolError as error:
             self._refuse(error)
             raise
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._fail(error)
             raise
         self._last = monotonic()
         return event
@@ -162,9 +165,15 @@ class FrameStream(Generic[E]):
         finally:
             self.close()
 
-    def close(self) -> None:
-        """Close the socket at once. Closing again does nothing."""
+    def close(self, error: ExpertNetworkError | None = None) -> None:
+        """Close the socket at once; `error` is for who uses it afterwards, in another thread.
+
+        Closing again does nothing.
+        """
         if not self._closed:
+            if error is not None:
+                # Without its traceback, whose frames hold this stream and what it was to send.
+                self._end = copy(error)
             self._closed = True
             with suppress(OSError):  # wakes a thread that is receiving
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -173,7 +182,12 @@ class FrameStream(Generic[E]):
 
     def _usable(self) -> None:
         if self._closed:
+            if self._end is not None:
+                raise copy(self._end)
             raise LocalProtocolError(f"the link to {self.peer} is closed and was used again")
+
+    def _fail(self, error: BaseException) -> None:
+        self.close(error if isinstance(error, ExpertNetworkError) else None)
 
     # Sending
 
@@ -294,6 +308,7 @@ class FrameStream(Generic[E]):
             raise self._gone(error) from error
 
     def _refuse(self, error: RemoteProtocolError) -> None:
+        self._end = copy(error)
         try:
             self.finish(self._connection.refuse(error))
         finally:

@@ -58,7 +58,7 @@ async def _take_over(
         await _written(transport)
         return _own_socket(transport), peer
     except OSError as error:  # reset meanwhile, no time or no descriptor left
-        log.info("%s got no link: %s", peer, error or "it did not take the answer")
+        log.info("%s got no link: %s", peer, str(error) or "it does not read")
         transport.abort()
         raise ConnectionResetError("the driver left") from error
 

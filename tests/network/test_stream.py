@@ -65,11 +65,12 @@ class Pair:
     def say(self, frame: list[Buffer]) -> None:
         self.peer.sendall(b"".join(frame))
 
-    def assert_closed(self) -> None:
+    def assert_closed(self, by: type[Exception] = LocalProtocolError) -> None:
+        """The stream is closed, and each further use meets what closed it."""
         assert self.stream.closed and self.stream.fileno() == -1
-        with pytest.raises(LocalProtocolError):
+        with pytest.raises(by):
             self.stream.receive(LONG)
-        with pytest.raises(LocalProtocolError):
+        with pytest.raises(by):
             self.stream.send([b"x"])
 
     def close(self) -> None:
@@ -205,7 +206,7 @@ def test_silence_is_a_timeout(pair: Pair) -> None:
     with pytest.raises(NodeTimeout, match="node a was silent for 0"):
         pair.stream.receive(SOON)
     assert SOON <= monotonic() - start + 0.001 < LONG / 2
-    pair.assert_closed()
+    pair.assert_closed(NodeTimeout)
 
 
 def test_dripping_does_not_extend_the_silence(pair: Pair) -> None:
@@ -318,7 +319,7 @@ def test_a_peer_that_reads_nothing_is_a_timeout(wide: Pair) -> None:
     with pytest.raises(NodeTimeout, match="took no bytes"):
         wide.stream.send(wide.driver.dispatch(big), SOON)
     assert monotonic() - start < LONG / 2
-    wide.assert_closed()
+    wide.assert_closed(NodeTimeout)
 
 
 @settings(max_examples=30, deadline=None)
@@ -357,7 +358,7 @@ def test_the_end_of_the_stream(pair: Pair) -> None:
     pair.peer.close()
     with pytest.raises(NodeClosed, match="closed the link;"):
         pair.stream.receive(LONG)
-    pair.assert_closed()
+    pair.assert_closed(NodeClosed)
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 40])
@@ -368,7 +369,7 @@ def test_the_end_inside_a_frame(pair: Pair, size: int) -> None:
     pair.peer.close()
     with pytest.raises(NodeClosed, match="middle of a frame"):
         pair.stream.receive(LONG)
-    pair.assert_closed()
+    pair.assert_closed(NodeClosed)
 
 
 def test_sending_to_a_closed_peer(pair: Pair) -> None:
@@ -376,7 +377,7 @@ def test_sending_to_a_closed_peer(pair: Pair) -> None:
     pair.peer.close()
     with pytest.raises(NodeClosed, match="reset the link"):
         pair.stream.send(pair.driver.dispatch(dispatch()))
-    pair.assert_closed()
+    pair.assert_closed(NodeClosed)
 
 
 def test_garbage_is_refused_and_closes(pair: Pair) -> None:
@@ -385,7 +386,7 @@ def test_garbage_is_refused_and_closes(pair: Pair) -> None:
     pair.peer.sendall(b"HTTP/1.1 400 Bad Request\r\nHost: x"[:32])
     with pytest.raises(RemoteProtocolError):
         pair.stream.receive(LONG)
-    pair.assert_closed()
+    pair.assert_closed(RemoteProtocolError)
     data = b""
     while more := pair.peer.recv(4096):
         data += more
@@ -488,6 +489,15 @@ def test_close_wakes_a_reader(pair: Pair) -> None:
     pair.stream.close()
     thread.join(LONG)
     assert not thread.is_alive() and len(caught) <= 1
+
+
+def test_closing_says_why(pair: Pair) -> None:
+    """Who uses a stream that another thread closed is told what that thread gave as the reason."""
+    pair.stream.close(Cancelled("cut off"))
+    pair.stream.close()
+    with pytest.raises(Cancelled, match="cut off"):
+        pair.stream.send([b"x"])
+    pair.assert_closed(Cancelled)
 
 
 def test_finish_on_a_dead_peer_is_quiet(pair: Pair) -> None:

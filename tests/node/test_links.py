@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from threading import Event
+from threading import Event, Thread
 from typing import Any, cast
 
 import pytest
@@ -64,7 +64,9 @@ class Bench:
     def driver(self) -> Iterator[DriverLink]:
         """A link on which nothing has been said; its thread has ended when the context does."""
         ours, theirs = socket.socketpair()
+        assert self.links.reserve() is None
         served = self.links.start(theirs, "driver x")
+        assert served is not None
         connection = DriverConnection(hidden)
         stream = FrameStream[DriverEvent](ours, connection, "node")
         try:
@@ -226,10 +228,16 @@ def test_a_hello_that_drips() -> None:
                 it.computer.asked.wait(0.02)
 
 
-def test_an_idle_link_ends() -> None:
-    """A driver that neither asks nor pings for long is let go."""
-    with bench(replace(LIMITS, idle=0.05)).greeted() as link, pytest.raises(NodeClosed):
-        link.receive()
+@pytest.mark.parametrize(("said", "words"), [(0, "driver x was idle"), (5, "finish a frame")])
+def test_an_idle_link_ends(said: int, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A driver that says nothing for long is let go; the log tells it from one that breaks off."""
+    caplog.set_level("INFO")
+    with bench(replace(LIMITS, idle=0.05)).greeted() as link:
+        link.send([b"EXPN\x01"[:said]])
+        with pytest.raises(NodeClosed):
+            link.receive()
+    assert words in caplog.text
+    assert caplog.text.count("idle") == (not said)
 
 
 def test_too_many_links() -> None:
@@ -237,13 +245,80 @@ def test_too_many_links() -> None:
     it = bench()
     with it.greeted():
         with it.greeted(), it.driver() as third:
-            assert it.links.full
+            assert it.links.reserve() == "too many links are open"
             answer = greet(third)
             assert isinstance(answer, ErrorReply)
             assert answer.code is ErrorCode.BUSY
             assert "2 links" in answer.message
         with it.greeted():
             pass
+
+
+def test_a_place_is_kept_before_the_link_begins() -> None:
+    """Links that are still being handed over count: no more begin than there are threads for."""
+    it = bench()
+    refusals = [it.links.reserve() for _ in range(4)]
+    assert refusals == [None, None, None, "too many links are open"]
+    it.links.release()
+    assert it.links.reserve() is None
+    for _ in range(3):
+        it.links.release()
+    with it.greeted():
+        assert len(it.links) == 1
+    assert it.links._places == 0
+
+
+def test_no_link_starts_once_drained() -> None:
+    """A hand-over that draining overtakes is closed at once, and its place is given back."""
+    it = bench()
+    ours, theirs = socket.socketpair()
+    assert it.links.reserve() is None
+    assert it.links.drain("leaving", 30) == 0
+    assert it.links.start(theirs, "driver x") is None
+    assert it.links.reserve() == "leaving"
+    with ours:
+        assert ours.recv(1) == b""
+    assert it.links._places == 0
+
+
+def test_no_thread_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When the system gives no thread, that driver is let go, it is logged, and the next is served."""
+    it = bench()
+    ours, theirs = socket.socketpair()
+    start = Thread.start
+
+    def refused(thread: Thread) -> None:
+        if thread.name.startswith("link"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    assert it.links.reserve() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refused)
+        assert it.links.start(theirs, "driver y") is None
+    with ours:
+        assert ours.recv(1) == b""
+    assert "driver y got no link: can't start new thread" in caplog.text
+    with it.greeted():
+        assert len(it.links) == 1
+    assert it.links._places == 0
+
+
+def test_a_driver_that_dies_while_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """A driver that is gone before its reply ends its link, whoever notices: no traceback."""
+    caplog.set_level("INFO")
+    it = bench(replace(LIMITS, working=0.001))
+    with it.greeted() as link:
+        node_link = only_link(it)
+        link.send(link.connection.dispatch(dispatch()))
+        assert it.computer.asked.wait(30)
+        link.stream.close()
+        while not node_link.stream.closed:  # the watch does it, or we do
+            node_link.say_working()
+    assert "link ended: node driver x reset the link" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_drain_waits_for_the_dispatch_at_hand() -> None:
@@ -262,8 +337,8 @@ def test_drain_waits_for_the_dispatch_at_hand() -> None:
         assert drained() == 0
 
 
-def test_drain_cuts_what_does_not_end() -> None:
-    """What is not done in time is closed, and counted."""
+def test_drain_cuts_what_does_not_end(caplog: pytest.LogCaptureFixture) -> None:
+    """What is not done in time is closed, and counted; its own thread takes that for an end."""
     it = bench()
     with it.greeted() as link:
         link.send(link.connection.dispatch(dispatch()))
@@ -271,6 +346,7 @@ def test_drain_cuts_what_does_not_end() -> None:
         assert it.links.drain("leaving", 0.05) == 1
         with pytest.raises(NodeClosed):
             link.receive()
+    assert "Traceback" not in caplog.text
 
 
 def test_no_link_begins_while_draining() -> None:
