@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from expert_driver import tables
 from expert_driver.config import NetworkConfig, Sampling
 from expert_driver.nodeprocess import NodeProcess, running
-from expert_network.store.manifest import TRUNK
+from expert_network.store.manifest import TRUNK, Manifest
 from expert_network.units import size
 
 if TYPE_CHECKING:
-    pass
+    from expert_driver.network import Network
 
 STORE = Path(__file__).parent / "demo_store"
 PROMPT = "Tell me a short story about Mia and the silver whistle."
@@ -40,7 +40,8 @@ def run(
         urls = tuple(node.wait_ready() for node in nodes)
         config = NetworkConfig(urls, exact=False, wire=None, key=None, home=home)
         with opening.opened(str(STORE), config, with_text=True) as session:
-            show_split(nodes, urls, session)
+            if session.network is not None:
+                show_split(nodes, urls, session.store.manifest, session.network)
             question = prompt or PROMPT
             say(f"> {question}")
             talk.talk(session, sampling, question, None, verbose=True)
@@ -49,12 +50,10 @@ def run(
                 talk.talk(session, sampling, None, None, verbose=True)
 
 
-def show_split(nodes: list[NodeProcess], urls: tuple[str, ...], session: object) -> None:
+def show_split(
+    nodes: list[NodeProcess], urls: tuple[str, ...], manifest: Manifest, network: Network
+) -> None:
     """Who owns what, and where the driver's own part is."""
-    from expert_driver.opening import Session
-
-    assert isinstance(session, Session) and session.network is not None
-    manifest, network = session.store.manifest, session.network
     block = manifest.layers[0].block_bytes
     rows = [
         ("driver", "this process", "-", size(manifest.files[TRUNK].size), "trunk, routing, words")

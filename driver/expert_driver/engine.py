@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from expert_driver.config import Sampling
 from expert_driver.context import Context
+from expert_driver.figures import Finish, Timing
 from expert_driver.stopping import Stop
 from expert_network.errors import InputError
 
@@ -28,20 +28,7 @@ CHUNK = 512  # tokens of a prompt in one pass: bounds the graph, the dispatches 
 LOGITS = 1 << 24  # logits of one pass that are all kept: 64 MB in float32
 CLEAR_EVERY = 256  # tokens between two returns of MLX's spare buffers, as mlx-lm does
 
-Finish = Literal["stop", "length"]
 Sampler = Callable[[mx.array], mx.array]
-
-
-@dataclass
-class Timing:
-    """One reply's figures. Times in seconds; `reused` prompt tokens stood in the cache already."""
-
-    prompt_tokens: int = 0
-    reused: int = 0
-    tokens: int = 0
-    prefill_s: float = 0.0
-    first_token_s: float = 0.0
-    decode_s: float = 0.0
 
 
 class Engine:

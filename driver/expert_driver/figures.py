@@ -6,11 +6,25 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal
 
-from expert_driver.engine import Finish, Timing
 from expert_network.units import duration, size
 
 KEPT = 1 << 16  # newest single-row dispatches that the median is taken of
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass
+class Timing:
+    """One reply's figures. Times in seconds; `reused` prompt tokens stood in the cache already."""
+
+    prompt_tokens: int = 0
+    reused: int = 0
+    tokens: int = 0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass

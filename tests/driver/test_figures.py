@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from expert_driver.engine import Timing
-from expert_driver.figures import NetworkFigures, NodeFigures, lines
+from expert_driver.figures import NetworkFigures, NodeFigures, Timing, lines
 
 TIMING = Timing(
     prompt_tokens=30, reused=10, tokens=11, prefill_s=0.5, first_token_s=0.5, decode_s=2.0
