@@ -10,11 +10,13 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from expert_network.errors import ExpertNetworkError
+from expert_network.net.auth import ClusterKey, key_file_warning
 from expert_network.progress import Progress
 from expert_network.units import size
 
@@ -86,6 +88,20 @@ class DefaultGroup(click.Group):
             return self.lazy[name][1]
         command = super().get_command(ctx, name)
         return command.get_short_help_str(limit=80) if command else ""
+
+
+def cluster_key(file: Path | None, variable: str) -> ClusterKey | None:
+    """The key in `file`, else that in the environment's `variable`, if there is one.
+
+    Warns on stderr of a file that others can read. Raises InputError for what is no key.
+    """
+    if file is None:
+        text = os.environ.get(variable)
+        return ClusterKey.from_text(text, variable) if text else None
+    found = ClusterKey.read(file)
+    if warning := key_file_warning(file):
+        click.echo(f"warning: {warning}", err=True)
+    return found
 
 
 def run_command(command: click.Command, argv: Sequence[str] | None, prog: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +10,8 @@ import click
 
 from expert_driver.config import NetworkConfig, Sampling
 from expert_network import places
-from expert_network.net.auth import ClusterKey, key_file_warning
+from expert_network.commandline import cluster_key
+from expert_network.net.auth import ClusterKey
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -116,17 +116,8 @@ def verbose_option(command: Command) -> Command:
 
 
 def key(key_file: Path | None) -> ClusterKey | None:
-    """The cluster key of --key-file, else of the environment, if there is one.
-
-    Warns of a file that others can read. Raises InputError for what is no key.
-    """
-    if key_file is None:
-        text = os.environ.get(KEY)
-        return ClusterKey.from_text(text, KEY) if text else None
-    found = ClusterKey.read(key_file)
-    if warning := key_file_warning(key_file):
-        click.echo(f"warning: {warning}", err=True)
-    return found
+    """The cluster key of --key-file, else of the environment; see commandline.cluster_key."""
+    return cluster_key(key_file, KEY)
 
 
 def network_config(

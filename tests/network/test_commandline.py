@@ -5,12 +5,20 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
-from expert_network.commandline import INTERNAL_ERROR, DefaultGroup, progress, run_command
-from expert_network.errors import NodeTimeout, StoreError
+from expert_network.commandline import (
+    INTERNAL_ERROR,
+    DefaultGroup,
+    cluster_key,
+    progress,
+    run_command,
+)
+from expert_network.errors import InputError, NodeTimeout, StoreError
+from expert_network.net.auth import ClusterKey
 
 
 @click.group(
@@ -185,3 +193,21 @@ def test_progress_counts_other_things_than_bytes() -> None:
     with progress(stream, counts="blocks") as report:
         report(3, 3, "hashing")
     assert stream.getvalue().startswith("hashing: 3 blocks in ")
+
+
+def test_the_key_is_read_from_its_file_else_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file comes before the variable, with a warning if others can read it; no key is None."""
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    assert cluster_key(None, "SOME_KEY") is None
+    monkeypatch.setenv("SOME_KEY", "ab" * 32)
+    assert cluster_key(None, "SOME_KEY") == ClusterKey.from_text("ab" * 32, "test")
+    file = tmp_path / "key"
+    file.write_text("cd" * 32)
+    file.chmod(0o644)
+    assert cluster_key(file, "SOME_KEY") == ClusterKey.from_text("cd" * 32, "test")
+    assert capsys.readouterr().err.startswith("warning: ")
+    monkeypatch.setenv("SOME_KEY", "short")
+    with pytest.raises(InputError, match="SOME_KEY"):
+        cluster_key(None, "SOME_KEY")
