@@ -50,13 +50,17 @@ class Greeting:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the driver brings along. `shape` lists (layer, number of experts) of its model."""
+    """What the driver brings along. `shape` lists (layer, number of experts) of its model.
+
+    `row_bytes` is the payload of the largest dispatch that a single row can need.
+    """
 
     model_digest: str
     shape: Shape
     compute_dtype: str
     exact: bool
     wire: WireDType
+    row_bytes: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ def agree(greetings: Sequence[Greeting], wanted: Wanted) -> Agreement:
     _check_models(greetings, wanted.model_digest)
     _check_rosters(greetings)
     _check_dtypes(greetings, wanted)
+    _check_limits(greetings, wanted.row_bytes)
     if wanted.exact:
         _check_numerics(greetings, wanted)
     roster = max((greeting.roster for greeting in greetings), key=lambda roster: roster.epoch)
@@ -145,6 +150,16 @@ def _check_dtypes(greetings: Sequence[Greeting], wanted: Wanted) -> None:
             raise NetworkMismatch(
                 f"node {greeting} does not take rows as {wanted.wire.label}; choose a --wire that "
                 f"it takes ({known})."
+            )
+
+
+def _check_limits(greetings: Sequence[Greeting], row_bytes: int) -> None:
+    for greeting in greetings:
+        limit = greeting.welcome.max_payload
+        if limit < row_bytes:
+            raise NetworkMismatch(
+                f"node {greeting} takes dispatches of {limit} bytes, and one row of this model can "
+                f"need {row_bytes}; install the same expert-network on both."
             )
 
 

@@ -31,7 +31,7 @@ from expert_network.model.trunk import load_trunk
 from expert_network.store.manifest import TRUNK, Manifest
 from expert_network.store.reader import Store
 from expert_protocol.dtypes import WireDType
-from expert_protocol.frames import Hello
+from expert_protocol.frames import Hello, dispatch_size
 from expert_protocol.header import VERSION
 
 WORKING_BYTES = 200_000_000  # besides the weights: activations, a small KV cache, the interpreter
@@ -91,7 +91,15 @@ def connect(config: NetworkConfig, manifest: Manifest, backend: Backend) -> Netw
     """Links to all nodes of `config`, checked. Raises NodeError, KeyRefused, NetworkMismatch."""
     compute = backend.compute_dtype(manifest.dtype)
     wanted = Wanted(
-        manifest.digest, manifest.shape, compute, config.exact, choose_wire(config, compute)
+        model_digest=manifest.digest,
+        shape=manifest.shape,
+        compute_dtype=compute,
+        exact=config.exact,
+        wire=choose_wire(config, compute),
+        row_bytes=max(
+            dispatch_size(1, layer.experts, layer.hidden, WireDType.F32)
+            for layer in manifest.layers
+        ),
     )
     hello = Hello(
         protocol=VERSION,

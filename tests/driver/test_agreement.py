@@ -17,7 +17,7 @@ from expert_roster.rendezvous import owner_order
 from expert_roster.roster import Roster
 
 SHAPE = [(0, 8), (3, 8)]
-WANTED = Wanted("a" * 64, SHAPE, "float32", False, WireDType.BF16)
+WANTED = Wanted("a" * 64, SHAPE, "float32", False, WireDType.BF16, 100)
 EXACT = replace(WANTED, exact=True, wire=WireDType.F32)
 
 
@@ -127,6 +127,14 @@ def test_another_protocol_version() -> None:
 def test_a_wire_dtype_that_a_node_does_not_take() -> None:
     """The dtypes that the node does take are listed."""
     assert "(f32, f16)" in refusal(node("a", "a", dtypes=(WireDType.F32, WireDType.F16)))
+
+
+def test_a_limit_below_one_row() -> None:
+    """A node that cannot take even one row is refused, with what it takes and what is needed."""
+    sentence = refusal(node("a", "a,b"), node("b", "a,b", max_payload=99))
+    assert "node b (http://b:8301) takes dispatches of 99 bytes" in sentence
+    assert "can need 100" in sentence
+    agree([node("a", "a,b"), node("b", "a,b", max_payload=100, max_rows=1)], WANTED)
 
 
 def test_exact_refuses_mixed_numerics() -> None:
