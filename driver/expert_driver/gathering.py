@@ -22,6 +22,9 @@ from expert_protocol.frames import Dispatch, Reply, ReplyMode, Working, rows_tha
 SILENCE_S = 5.0  # without a frame from a node that owes one; a busy node says WORKING each second
 LIMIT_S = 600.0  # for one part in all, however often the node says that it is working
 GRACE_S = 0.5  # for the others to reply once a node has failed, so that the error comes within 1 s
+# Of a dispatch and of its reply. Replies are read one after the other, and a node that waits its
+# turn gives up after its own limit; what the kernel's buffers hold does not wait.
+PART_BYTES = 2 << 20
 
 Raw = npt.NDArray[Any]
 
@@ -78,10 +81,11 @@ class Job:
     def take(self, frame_s: float | None) -> bool:
         """Read the frame that has begun to arrive, in `frame_s`; True once nothing more is owed."""
         event = self.link.receive(SILENCE_S, frame_s)
-        self.silent_at = monotonic() + SILENCE_S
+        now = monotonic()
+        self.silent_at = now + SILENCE_S
         if not isinstance(event, Reply):
             assert isinstance(event, Working), event
-            return False
+            return self.check(now)
         share = self.waiting.popleft()
         # The reply's memory is the link's, and the next frame's too.
         self.replies.append((share, event.data.copy()))
@@ -101,22 +105,32 @@ class Job:
         figures.sent += sent - self.traffic[0]
         figures.received += received - self.traffic[1]
 
-    def too_late(self, now: float) -> NodeTimeout | None:
-        """The error if the node has been silent, or busy, for too long."""
+    @property
+    def deadline(self) -> float:
+        """When the node will have been silent, or busy, for too long."""
+        return min(self.silent_at, self.late_at)
+
+    def check(self, now: float) -> bool:
+        """False, since its reply is owed. Past the deadline, closes the link: NodeTimeout."""
+        if now < self.deadline:
+            return False
+        self.link.close()
         if now >= self.silent_at:
             problem = f"has sent nothing for {SILENCE_S:g} s"
-            return NodeTimeout(self.link.name, problem, "see whether it and its network are up")
-        if now >= self.late_at:
-            problem = f"has worked on one dispatch for {LIMIT_S:g} s"
-            return NodeTimeout(self.link.name, problem, "see what keeps it busy")
-        return None
+            raise NodeTimeout(self.link.name, problem, "see whether it and its network are up")
+        problem = f"has worked on one dispatch for {LIMIT_S:g} s"
+        raise NodeTimeout(self.link.name, problem, "see what keeps it busy")
 
 
 def parts(share: Share, link: Link, call: Call, dtype: WireDType) -> deque[Share]:
-    """`share` in parts that are within the node's limits and ours."""
+    """`share` in parts, in order, that are within the node's limits and PART_BYTES.
+
+    A part has at least one row, however long that is.
+    """
     welcome = link.greeting.welcome
     hidden, k = call.rows[dtype].shape[1], call.ids.shape[1]
-    rows = rows_that_fit(hidden, k, call.mode, dtype, welcome.max_rows, welcome.max_payload)
+    payload = min(welcome.max_payload, PART_BYTES)
+    rows = rows_that_fit(hidden, k, call.mode, dtype, welcome.max_rows, payload)
     if len(share.rows) <= rows:
         return deque((share,))
     return deque(share.part(start, start + rows) for start in range(0, len(share.rows), rows))
@@ -171,17 +185,21 @@ class _Gathering:
 
     def _arrived(self, now: float) -> list[int]:
         """Descriptors with something to read, waiting until the next deadline for one."""
-        deadlines = (min(job.silent_at, job.late_at) for job in self._owing.values())
-        left = min(self._over_at, *deadlines) - now
+        left = min(self._over_at, *(job.deadline for job in self._owing.values())) - now
         # Rounded up: poll counts whole milliseconds, and 0 would spin until the deadline.
         return [descriptor for descriptor, _ in self._poll.poll(max(0, int(left * 1000) + 1))]
 
     def _expire(self) -> None:
         now = monotonic()
-        for descriptor, job in list(self._owing.items()):
-            if error := job.too_late(now):
-                job.link.close()
-                self._fail(descriptor, error)
+        late = [descriptor for descriptor, job in self._owing.items() if now >= job.deadline]
+        if not late:
+            return
+        # One node's frame can take longer than another may be silent: what that one has sent
+        # meanwhile is there to be read.
+        readable = {descriptor for descriptor, _ in self._poll.poll(0)}
+        for descriptor in late:
+            if descriptor not in readable:
+                self._try(descriptor, partial(self._owing[descriptor].check, now))
 
     def _try(self, descriptor: int, act: Callable[[], bool]) -> bool:
         try:

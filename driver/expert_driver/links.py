@@ -59,10 +59,10 @@ class Opener:
         stream: FrameStream[DriverEvent] = FrameStream(sock, connection, url)
         try:
             with _explained(url):
-                stream.send(connection.hello(self.hello))
+                stream.send(connection.hello(self.hello), max(0.0, deadline - monotonic()))
                 event = stream.receive(max(0.0, deadline - monotonic()))
             if isinstance(event, ErrorReply):
-                raise refusal(url, event)
+                raise link_refusal(url, event)
             if not isinstance(event, Welcome):
                 raise NodeClosed(url, "ended the link before greeting", "look at its log")
         except BaseException:
@@ -162,15 +162,27 @@ def _explained(node: str) -> Iterator[None]:
         raise not_the_protocol(node, error) from error
 
 
-def refusal(node: str, error: ErrorReply) -> NodeRefused | NetworkMismatch:
-    """What a node's ERROR frame means here. It may say itself what to do, after a semicolon."""
+def link_refusal(url: str, error: ErrorReply) -> NodeRefused | NetworkMismatch:
+    """What an ERROR frame in answer to the HELLO means."""
+    if error.code not in _MISMATCHES:
+        return refusal(url, error)
+    problem, advice = _problem_and_advice(url, error)
+    return NetworkMismatch(f"node {url} refuses the link: {problem}; {advice}.")
+
+
+def refusal(node: str, error: ErrorReply) -> NodeRefused:
+    """What an ERROR frame on a greeted link means: this node failed, whatever its code says."""
+    problem, advice = _problem_and_advice(node, error)
+    return NodeRefused(node, f"refuses: {problem}", advice, error.code)
+
+
+def _problem_and_advice(node: str, error: ErrorReply) -> tuple[str, str]:
+    """A node may say itself what to do, after a semicolon."""
     message = error.message.rstrip(". ").removeprefix(f"node {node} ")
     problem, _, advice = message.rpartition("; ")
     if not problem:
-        problem, advice = advice, _ADVICE.get(error.code, "look at its log")
-    if error.code in _MISMATCHES:
-        return NetworkMismatch(f"node {node} refuses the link: {problem}; {advice}.")
-    return NodeRefused(node, f"refuses: {problem}", advice, error.code)
+        return advice, _ADVICE.get(error.code, "look at its log")
+    return problem, advice
 
 
 def not_the_protocol(node: str, error: RemoteProtocolError) -> NodeError:

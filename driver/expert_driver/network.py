@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
 from expert_driver.agreement import Agreement, Wanted, agree
 from expert_driver.figures import NetworkFigures, NodeFigures
 from expert_driver.links import Link
-from expert_network.errors import ExpertNetworkError
 
 LOOK_S = 0.5  # unused for so long, a link is looked at before it is used
 PING_S = 20.0  # unused for so long, its node is asked whether it is there
@@ -61,7 +60,7 @@ class Network:
         self._links |= open_all(missing, self._open)
         try:
             agreement = agree([self._links[url].greeting for url in self._urls], self.wanted)
-        except ExpertNetworkError:
+        except BaseException:
             # What does not fit is asked again, and not kept, when the network is next used.
             for url in missing:
                 self._links[url].close()
@@ -74,18 +73,23 @@ class Network:
 
 
 def open_all(urls: Sequence[str], open_link: Callable[[str], Link]) -> dict[str, Link]:
-    """Open links to all of `urls` at once. If one fails the others are closed, and it is raised."""
-    opened: dict[str, Link] = {}
-    failures: list[BaseException] = []
-    with ThreadPoolExecutor(max(1, len(urls))) as pool:
-        futures = [(url, pool.submit(open_link, url)) for url in urls]
-        for url, future in futures:
-            try:
-                opened[url] = future.result()
-            except ExpertNetworkError as error:
-                failures.append(error)
-    if failures:
-        for link in opened.values():
-            link.close()
-        raise failures[0]
-    return opened
+    """Open links to all of `urls` at once. If one fails the others are closed, and it is raised.
+
+    An interrupt closes them too.
+    """
+    futures: dict[str, Future[Link]] = {}
+    try:
+        with ThreadPoolExecutor(max(1, len(urls))) as pool:
+            for url in urls:
+                futures[url] = pool.submit(open_link, url)
+            return {url: future.result() for url, future in futures.items()}
+    except BaseException:
+        # A second interrupt leaves some that are not open yet.
+        for future in futures.values():
+            future.add_done_callback(_close)
+        raise
+
+
+def _close(future: Future[Link]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()

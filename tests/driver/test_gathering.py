@@ -19,8 +19,9 @@ import pytest
 from expert_driver import gathering, network
 from expert_driver.agreement import Wanted
 from expert_driver.dispatcher import NetworkExperts
-from expert_driver.links import Opener, refusal
-from expert_driver.network import Network
+from expert_driver.links import Link, Opener, link_refusal, refusal
+from expert_driver.network import Network, open_all
+from expert_driver.routing import split
 from expert_network.errors import (
     NetworkMismatch,
     NodeClosed,
@@ -28,15 +29,16 @@ from expert_network.errors import (
     NodeTimeout,
     NotANode,
 )
+from expert_network.net.stream import SEND_TIMEOUT, FrameStream
 from expert_protocol.dtypes import WireDType
-from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Hello
+from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Hello, ReplyMode, reply_size
 from expert_roster.roster import Roster
 from tests.driver.fakes import DIGEST, HIDDEN, FakeLink, FakeNode, answer, computed
 
 SHAPE = [(3, 8)]
 LAYER = 3
 HELLO = Hello(1, DIGEST, None, 0, (WireDType.F32,), "fake", False)
-WANTED = Wanted(DIGEST, SHAPE, "float32", False, WireDType.F32)
+WANTED = Wanted(DIGEST, SHAPE, "float32", False, WireDType.F32, row_bytes=72)
 
 X = np.random.default_rng(5).normal(size=(6, HIDDEN)).astype(np.float32)
 IDS = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 3, 5], [2, 4, 6], [7, 0, 1]], np.uint32)
@@ -143,7 +145,7 @@ def test_single_outputs_travel_as_each_node_computes(pair: list[FakeNode]) -> No
 
 def test_bfloat16_travels_bit_for_bit(pair: list[FakeNode]) -> None:
     """In exact mode bfloat16 rows arrive as they are."""
-    wanted = Wanted(DIGEST, SHAPE, "bfloat16", True, WireDType.BF16)
+    wanted = Wanted(DIGEST, SHAPE, "bfloat16", True, WireDType.BF16, 72)
     for node in pair:
         node.welcome = replace(node.welcome, compute_dtype="bfloat16")
     x = mx.array(X).astype(mx.bfloat16)
@@ -160,6 +162,41 @@ def test_large_dispatches_are_split(limits: dict[str, int]) -> None:
         np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
         assert np.array_equal(separate(experts), OUTPUTS)
         assert max(len(node.dispatches) for node in nodes) > 2
+
+
+def test_the_bits_do_not_depend_on_the_parts(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dispatches are cut so that no reply is long, with the same bits in the same order."""
+    whole = summed(experts), separate(experts)
+    before = sum(len(node.dispatches) for node in pair)
+    monkeypatch.setattr(gathering, "PART_BYTES", 110)
+    assert np.array_equal(summed(experts), whole[0])
+    assert np.array_equal(separate(experts), whole[1])
+    later = [dispatch for node in pair for dispatch in node.dispatches][before:]
+    assert len(later) > 4
+    assert max(computed(dispatch).data.nbytes for dispatch in later) <= 110
+
+
+@pytest.mark.parametrize("mode", ReplyMode)
+def test_no_reply_is_over_two_mebibytes(mode: ReplyMode) -> None:
+    """A long prompt in a large model is asked for in parts whose replies are 2 MiB at most."""
+    hidden, k = 2048, 8
+    owners = np.random.default_rng(7).integers(0, 2, (512, k))
+    rows = {WireDType.F32: np.zeros((512, hidden), np.float32)}
+    weights = np.ones((512, k), np.float32)
+    call = gathering.Call(LAYER, 0, mode, rows, np.zeros((512, k), np.uint16), weights)
+    with nodes_of("a") as nodes:
+        link = Opener(None, HELLO, lambda layer: hidden).open(nodes[0].url)
+        share = split(owners, 2)[0]
+        assert share is not None
+        made = gathering.parts(share, link, call, WireDType.F32)
+        link.close()
+    assert np.array_equal(np.concatenate([part.rows for part in made]), share.rows)
+    assert np.array_equal(np.concatenate([part.pairs for part in made]), share.pairs)
+    for part in made:
+        size = reply_size(len(part.rows), len(part.pairs), hidden, mode, WireDType.F32)
+        assert size <= 2 << 20
 
 
 def test_rows_of_any_layout(experts: NetworkExperts) -> None:
@@ -276,6 +313,39 @@ def test_the_silence_that_is_allowed() -> None:
     assert gathering.SILENCE_S == 5.0
 
 
+def test_a_reply_that_waits_its_turn_is_not_silence(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one node's frame takes longer than silence may, another's reply counts as come."""
+    skipped = [0.0]
+    reading, replied = Event(), Event()
+    receive = Link.receive
+
+    def noted(link: Link, silence_s: float, frame_s: float | None = None) -> Any:
+        if link.name == "a":
+            reading.set()
+        return receive(link, silence_s, frame_s)
+
+    def slowly(link: FakeLink, dispatch: Dispatch) -> None:
+        whole = b"".join(link.connection.reply(computed(dispatch)))
+        link.sock.sendall(whole[:16])
+        replied.wait(20)
+        skipped[0] = 2 * gathering.SILENCE_S
+        link.sock.sendall(whole[16:])
+
+    def meanwhile(link: FakeLink, dispatch: Dispatch) -> None:
+        reading.wait(20)
+        answer(link, dispatch)
+        replied.set()
+
+    failing(pair[0], slowly)
+    failing(pair[1], meanwhile)
+    monkeypatch.setattr(Link, "receive", noted)
+    monkeypatch.setattr(gathering, "monotonic", lambda: monotonic() + skipped[0])
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+    assert replied.is_set() and len(pair[1].links) == 1
+
+
 def test_working_is_not_silence(
     pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,16 +363,19 @@ def test_working_is_not_silence(
     np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
 
 
+@pytest.mark.parametrize("pause", [0.02, 0.0])
 def test_working_for_ever_is_a_timeout(
-    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch, pause: float
 ) -> None:
-    """A node that says WORKING for ever is given up at the limit for one dispatch."""
+    """A node that says WORKING for ever is given up at the limit, even if there is always more."""
     monkeypatch.setattr(gathering, "LIMIT_S", 0.4)
 
     def for_ever(link: FakeLink, dispatch: Dispatch) -> None:
-        while True:
+        until = monotonic() + 4.0
+        while monotonic() < until:
             link.stream.send(link.connection.working())
-            Event().wait(0.02)
+            Event().wait(pause)
+        answer(link, dispatch)
 
     failing(pair[1], for_ever)
     with pytest.raises(NodeTimeout, match=r"worked on one dispatch for 0\.4 s"):
@@ -330,9 +403,34 @@ def test_a_refusal_may_say_itself_what_to_do() -> None:
     """What a node advises replaces what the driver would have."""
     told = refusal("a", ErrorReply(ErrorCode.BAD_VALUES, "it overflows; choose a wider --wire"))
     assert str(told) == "node a refuses: it overflows; choose a wider --wire."
-    told = refusal("a", ErrorReply(ErrorCode.MODEL, "it serves another model; give both one store"))
-    assert isinstance(told, NetworkMismatch)
-    assert str(told) == "node a refuses the link: it serves another model; give both one store."
+    error = ErrorReply(ErrorCode.MODEL, "it serves another model; give both one store")
+    differs = link_refusal("a", error)
+    assert isinstance(differs, NetworkMismatch)
+    assert str(differs) == "node a refuses the link: it serves another model; give both one store."
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NUMERICS, ErrorCode.VERSION])
+def test_any_refusal_of_a_dispatch_is_that_nodes_failure(
+    pair: list[FakeNode], experts: NetworkExperts, code: ErrorCode
+) -> None:
+    """Once a link is greeted every refusal is NodeRefused, and the others may still reply."""
+    refused = Event()
+
+    def refuse(link: FakeLink, dispatch: Dispatch) -> None:
+        link.stream.send(link.connection.error(code, "not so"))
+        refused.set()
+
+    def after_that(link: FakeLink, dispatch: Dispatch) -> None:
+        refused.wait(20)
+        answer(link, dispatch)
+
+    failing(pair[1], refuse)
+    failing(pair[0], after_that)
+    with pytest.raises(NodeRefused, match="node b refuses: not so") as caught:
+        summed(experts)
+    assert caught.value.code == code
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+    assert len(pair[0].links) == 1
 
 
 def test_garbage_is_no_node(pair: list[FakeNode], experts: NetworkExperts) -> None:
@@ -433,3 +531,36 @@ def test_an_interrupt_closes_what_is_outstanding(
     released.set()
     np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
     assert len(pair[1].links) == 2
+
+
+def test_the_hello_is_within_the_openers_time(
+    pair: list[FakeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending the HELLO has what is left of the time for opening, and no time of its own."""
+    given: list[float] = []
+    send = FrameStream.send
+
+    def noted(stream: FrameStream[Any], buffers: Any, timeout: float = SEND_TIMEOUT) -> None:
+        if stream.peer == pair[0].url:
+            given.append(timeout)
+        send(stream, buffers, timeout)
+
+    monkeypatch.setattr(FrameStream, "send", noted)
+    Opener(None, HELLO, lambda layer: HIDDEN, timeout_s=2.0).open(pair[0].url).close()
+    assert len(given) == 1 and 0 < given[0] < 2.0
+
+
+def test_an_interrupted_opening_closes_what_it_opened(pair: list[FakeNode]) -> None:
+    """An interrupt while links are opened leaves none of them open."""
+    opener = Opener(None, HELLO, lambda layer: HIDDEN)
+    opened: list[Link] = []
+
+    def open_one(url: str) -> Link:
+        if url == pair[0].url:
+            raise KeyboardInterrupt
+        opened.append(opener.open(url))
+        return opened[0]
+
+    with pytest.raises(KeyboardInterrupt):
+        open_all([node.url for node in pair], open_one)
+    assert [link.closed for link in opened] == [True]
