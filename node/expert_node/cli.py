@@ -7,15 +7,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from expert_network import __version__
-from expert_network.commandline import DefaultGroup, run_command
+from expert_network.commandline import DefaultGroup, cluster_key, run_command
 from expert_network.net.address import is_loopback
-from expert_network.net.auth import ClusterKey, key_file_warning
 from expert_node import service
 from expert_node.config import NodeConfig, options
 
@@ -94,24 +92,13 @@ service_group.add_command(uninstall)
 
 def _config(values: dict[str, Any]) -> NodeConfig:
     """The config, with the key read. Raises UsageError for an address open to anyone."""
-    config = NodeConfig(**values, key=_key(values["key_file"]))
+    config = NodeConfig(**values, key=cluster_key(values["key_file"], KEY_VARIABLE))
     if not (is_loopback(config.host) or config.key or config.insecure):
         raise click.UsageError(
             f"--host {config.host} lets other machines in: give --key-file FILE (made with "
             "`expert-net key new`), or --insecure if anyone who can reach it may use this node."
         )
     return config
-
-
-def _key(file: Path | None) -> ClusterKey | None:
-    if file is None:
-        text = os.environ.get(KEY_VARIABLE)
-        return ClusterKey.from_text(text, KEY_VARIABLE) if text else None
-    key = ClusterKey.read(file)
-    warning = key_file_warning(file)
-    if warning is not None:
-        click.echo(f"warning: {warning}", err=True)
-    return key
 
 
 def _service_config(values: dict[str, Any]) -> NodeConfig:
