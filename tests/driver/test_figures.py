@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
+
 from expert_driver.figures import NetworkFigures, NodeFigures, Timing, lines
 
 TIMING = Timing(
@@ -48,3 +53,10 @@ def test_reset_starts_anew() -> None:
     figures.count(1, 1.0, 500)
     figures.reset()
     assert figures == NetworkFigures("sum", "bf16", 2, [NodeFigures("a")])
+
+
+@pytest.mark.parametrize("module", ["figures", "network", "gathering", "demo"])
+def test_no_mlx_for_what_computes_nothing(module: str) -> None:
+    """Figures, links and the demo's words are there before MLX is, or without it."""
+    code = f"import sys, expert_driver.{module}; sys.exit('mlx.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
