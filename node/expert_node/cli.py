@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -18,6 +19,7 @@ from expert_node import service
 from expert_node.config import NodeConfig, options
 
 KEY_VARIABLE = "EXPERT_NETWORK_KEY"
+CONFIG_VARIABLE = "XDG_CONFIG_HOME"
 _SETTINGS = {"auto_envvar_prefix": "EXPERT_NODE", "help_option_names": ["-h", "--help"]}
 _NOT_OF_A_SERVICE = ("stop_at_eof",)
 
@@ -62,7 +64,7 @@ def service_group() -> None:
 @click.option("--no-start", is_flag=True, help="Write the file and leave it to you to start it.")
 def install(no_start: bool, **values: Any) -> None:
     """Write the service's file and start it, now and at every login."""
-    manager = service.manager_for(sys.platform)
+    manager = _manager()
     click.echo(manager.install(_service_config(values), start=not no_start))
 
 
@@ -70,7 +72,7 @@ def install(no_start: bool, **values: Any) -> None:
 @click.option("--me", required=True, help="The name of the node.", envvar="EXPERT_NODE_ME")
 def uninstall(me: str) -> None:
     """Stop the service and remove its file."""
-    click.echo(service.manager_for(sys.platform).uninstall(me))
+    click.echo(_manager().uninstall(me))
 
 
 @click.command("print", context_settings=_SETTINGS)
@@ -81,13 +83,19 @@ def uninstall(me: str) -> None:
 )
 def print_(platform: str | None, **values: Any) -> None:
     """Show the service's file without writing it."""
-    manager = service.MANAGERS[platform]() if platform else service.manager_for(sys.platform)
-    click.echo(manager.render(_service_config(values)), nl=False)
+    click.echo(_manager(platform).render(_service_config(values)), nl=False)
 
 
 service_group.add_command(options(install, without=_NOT_OF_A_SERVICE))
 service_group.add_command(options(print_, without=_NOT_OF_A_SERVICE))
 service_group.add_command(uninstall)
+
+
+def _manager(platform: str | None = None) -> service.ServiceManager:
+    """The service manager of that name, or this machine's, for the user at hand."""
+    kind = service.MANAGERS[platform] if platform else service.manager_for(sys.platform)
+    configured = os.environ.get(CONFIG_VARIABLE)
+    return kind(Path.home(), Path(configured) if configured else None)
 
 
 def _config(values: dict[str, Any]) -> NodeConfig:

@@ -37,8 +37,12 @@ class ServiceManager(ABC):
     #: What to look at when the tool refuses.
     advice: str
 
-    def __init__(self, home: Path | None = None) -> None:
-        self.home = Path.home() if home is None else home
+    def __init__(self, home: Path, config_home: Path | None = None) -> None:
+        """`home` is the user's folder, `config_home` what XDG_CONFIG_HOME names, if it is set."""
+        self.home = home
+        # systemd itself reads this variable; a relative one is ignored, as the standard asks.
+        configured = config_home is not None and config_home.is_absolute()
+        self.config_home = config_home if config_home and configured else home / ".config"
 
     @abstractmethod
     def path(self, node: str) -> Path:
@@ -61,6 +65,10 @@ class ServiceManager(ABC):
         """Stop it if it runs."""
 
     @abstractmethod
+    def active(self, node: str) -> bool:
+        """Whether the service manager still has it, running or ending."""
+
+    @abstractmethod
     def start_by_hand(self, node: str) -> str:
         """The command that does what `start` does."""
 
@@ -79,13 +87,19 @@ class ServiceManager(ABC):
         return "\n".join([*said, f"logs: {self.logs(node)}"])
 
     def uninstall(self, node: str) -> str:
-        """Stop the service and remove its file; what was done."""
+        """Stop the service and remove its file; what was done.
+
+        Raises ServiceError, with the file left as it is, if the service does not stop.
+        """
         path = self.path(node)
         if not path.exists():
             problem = f"there is no service for node {node} ({path} does not exist)"
             raise ServiceError(problem, "check the name given with --me")
         self._require_tool()
         self.stop(node)
+        if self.active(node):
+            problem = f"the service of node {node} has not stopped, and {path} is left as it is"
+            raise ServiceError(problem, "see its log, and uninstall it again once it has ended")
         path.unlink()
         self.forget()
         return f"stopped node {node} and removed {path}"
@@ -111,20 +125,25 @@ class ServiceManager(ABC):
                 "use `expert-node service print` and start the command with what is",
             )
 
-    def _run(self, *words: str, check: bool = True) -> bool:
+    def _run(self, *words: str) -> str:
+        """What the tool writes. Raises ServiceError if it fails."""
+        result = self._call(*words)
+        if result.returncode:
+            said = " ".join((result.stderr or result.stdout).split()) or "without a word"
+            command = " ".join([self.tool, *words])
+            problem = f"`{command}` failed with code {result.returncode}: {said}"
+            raise ServiceError(problem.rstrip("."), self.advice)
+        return result.stdout
+
+    def _call(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [self.tool, *words]
         try:
-            result = subprocess.run(
+            return subprocess.run(
                 command, capture_output=True, text=True, timeout=MANAGER_SECONDS, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"`{' '.join(command)}` could not be run ({error})"
             raise ServiceError(problem, "run it by hand to see more") from error
-        if check and result.returncode:
-            said = " ".join((result.stderr or result.stdout).split()) or "without a word"
-            problem = f"`{' '.join(command)}` failed with code {result.returncode}: {said}"
-            raise ServiceError(problem.rstrip("."), self.advice)
-        return result.returncode == 0
 
 
 class Launchd(ServiceManager):
@@ -163,18 +182,24 @@ class Launchd(ServiceManager):
         return f"node {node} runs, and starts again at every login"
 
     def stop(self, node: str) -> None:
-        service = f"{self._domain()}/{_label(node)}"
-        self._run("bootout", service, check=False)
+        # It fails where nothing is loaded; `active` says what has become of it.
+        self._call("bootout", self._service(node))
         # bootout may answer before the node has drained, and bootstrap refuses until it has.
         deadline = time.monotonic() + MANAGER_SECONDS
-        while self._run("print", service, check=False) and time.monotonic() < deadline:
+        while self.active(node) and time.monotonic() < deadline:
             time.sleep(0.2)
+
+    def active(self, node: str) -> bool:
+        return not self._call("print", self._service(node)).returncode
 
     def forget(self) -> None:
         pass  # bootout has
 
     def start_by_hand(self, node: str) -> str:
         return f'launchctl bootstrap {self._domain()} "{self.path(node)}"'
+
+    def _service(self, node: str) -> str:
+        return f"{self._domain()}/{_label(node)}"
 
     def _domain(self) -> str:
         return f"gui/{os.getuid()}"
@@ -190,7 +215,7 @@ class Systemd(ServiceManager):
     advice = "a user unit needs a login session of that user (`loginctl enable-linger` gives one)"
 
     def path(self, node: str) -> Path:
-        return self._config_home() / "systemd" / "user" / _unit(node)
+        return self.config_home / "systemd" / "user" / _unit(node)
 
     def logs(self, node: str) -> str:
         return f"journalctl --user -u {_unit(node)}"
@@ -216,18 +241,18 @@ class Systemd(ServiceManager):
         )
 
     def stop(self, node: str) -> None:
-        self._run("--user", "disable", "--now", _unit(node), check=False)
+        self._run("--user", "disable", "--now", _unit(node))
+
+    def active(self, node: str) -> bool:
+        # Not is-active, which fails alike for a unit that has stopped and a bus that is not there.
+        state = self._run("--user", "show", "--property=ActiveState", _unit(node)).strip()
+        return state not in ("ActiveState=inactive", "ActiveState=failed")
 
     def forget(self) -> None:
-        self._run("--user", "daemon-reload", check=False)
+        self._call("--user", "daemon-reload")
 
     def start_by_hand(self, node: str) -> str:
         return f"systemctl --user daemon-reload && systemctl --user enable --now {_unit(node)}"
-
-    def _config_home(self) -> Path:
-        # systemd itself reads this variable; a relative one is ignored, as the standard asks.
-        configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-        return configured if configured.is_absolute() else self.home / ".config"
 
 
 MANAGERS: Mapping[str, type[ServiceManager]] = MappingProxyType(
@@ -235,13 +260,13 @@ MANAGERS: Mapping[str, type[ServiceManager]] = MappingProxyType(
 )
 
 
-def manager_for(system: str) -> ServiceManager:
+def manager_for(system: str) -> type[ServiceManager]:
     """The manager of a `sys.platform`. Raises ServiceError where there is none."""
     match system:
         case "darwin":
-            return Launchd()
+            return Launchd
         case "linux":
-            return Systemd()
+            return Systemd
     raise ServiceError(
         f"services are set up on macOS and Linux, and this is {system}",
         "start expert-node with what this system has",
@@ -250,7 +275,8 @@ def manager_for(system: str) -> ServiceManager:
 
 def command(config: NodeConfig) -> list[str]:
     """The command that starts this node from any folder. The key is named, never shown."""
-    return [sys.executable, "-m", "expert_node", *config.arguments()]
+    # -P: modules come from the installation only, whatever lies in the folder it is started in.
+    return [sys.executable, "-P", "-m", "expert_node", *config.arguments()]
 
 
 def systemd_word(word: str, dollar: str = "$$") -> str:

@@ -23,7 +23,8 @@ from tests.node.test_config import ALL
 from tests.support.stores import write_store
 
 NASTY = replace(ALL, stop_at_eof=False, me="n-1.x", drain_seconds=2.5)
-EXPECTED = [sys.executable, "-m", "expert_node", *NASTY.arguments()]
+EXPECTED = [sys.executable, "-P", "-m", "expert_node", *NASTY.arguments()]
+HOME = Path("/home/x")
 
 
 # What is written
@@ -44,7 +45,7 @@ def test_plist_holds_the_command() -> None:
 def test_plist_refuses_control_characters() -> None:
     """What XML cannot hold is refused with a sentence."""
     with pytest.raises(ServiceError, match="control character"):
-        Launchd().render(replace(NASTY, store="/a\x01b"))
+        Launchd(HOME).render(replace(NASTY, store="/a\x01b"))
 
 
 def unit_lines(text: str) -> dict[str, str]:
@@ -55,7 +56,7 @@ def unit_lines(text: str) -> dict[str, str]:
 
 def test_unit_settings() -> None:
     """The unit restarts for ever, but not on a wrong command line, and waits for the drain."""
-    unit = unit_lines(Systemd().render(NASTY))
+    unit = unit_lines(Systemd(HOME).render(NASTY))
     assert unit["Restart"] == "always"
     assert unit["StartLimitIntervalSec"] == "0"
     assert unit["RestartPreventExitStatus"] == "2"
@@ -112,7 +113,7 @@ def verify(unit: Path, tmp_path: Path) -> str:
 def test_systemd_reads_the_unit_as_it_was_meant(tmp_path: Path) -> None:
     """systemd-analyze accepts the unit without a warning and reads exactly our arguments."""
     unit = tmp_path / "expert-node-n-1.x.service"
-    unit.write_text(Systemd().render(NASTY))
+    unit.write_text(Systemd(HOME).render(NASTY))
     said = verify(unit, tmp_path)
     about = [line for line in said.splitlines() if f"{unit.name}:" in line or str(unit) in line]
     assert not [line for line in about if re.search(r"unknown|fail|invalid|ignor|bad", line, re.I)]
@@ -139,7 +140,7 @@ def test_dollar_signs_reach_the_node(tmp_path: Path) -> None:
     """A dollar sign in a path is no variable of systemd's."""
     config = replace(NASTY, store="/mnt/$HOME/${x}")
     unit = tmp_path / "expert-node-n-1.x.service"
-    unit.write_text(Systemd().render(config))
+    unit.write_text(Systemd(HOME).render(config))
     said = verify(unit, tmp_path)
     command = next(line for line in said.splitlines() if "Command Line: " in line and "-m" in line)
     assert "--store=/mnt/$HOME/${x}" in systemd_arguments(command.split("Command Line: ")[1])
@@ -161,14 +162,21 @@ def test_templates_are_found_in_a_package(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A launchctl and a systemctl that log their arguments; the log. A service is never loaded."""
+    """A launchctl and a systemctl that log their arguments; the log.
+
+    A service is never loaded, unless a file launchctl.active or systemctl.active is beside them.
+    """
     log = tmp_path / "asked"
     for name in ("launchctl", "systemctl"):
         script = tmp_path / "bin" / name
         script.parent.mkdir(exist_ok=True)
         script.write_text(
             f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(log))}\n'
-            '[ "$1" != print ] && [ ! -e "$0.fails" ] || { echo "no bus here" >&2; exit 5; }\n'
+            '[ ! -e "$0.fails" ] || { echo "no bus here" >&2; exit 5; }\n'
+            'active=false; [ ! -e "$0.active" ] || active=true\n'
+            '[ "$1" != print ] || $active || exit 113\n'
+            "state=inactive; ! $active || state=deactivating\n"
+            '[ "$2" != show ] || echo "ActiveState=$state"\n'
         )
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
@@ -185,7 +193,7 @@ def test_install_launchd(tools: Path, tmp_path: Path) -> None:
     said = Launchd(tmp_path).install(NASTY)
     path = tmp_path / "Library" / "LaunchAgents" / "org.expert-network.node.n-1.x.plist"
     assert plistlib.loads(path.read_bytes())["ProgramArguments"] == EXPECTED
-    domain = Launchd()._domain()
+    domain = Launchd(HOME)._domain()
     label = f"{domain}/org.expert-network.node.n-1.x"
     assert asked(tools) == [
         f"launchctl bootout {label}",
@@ -209,13 +217,13 @@ def test_install_systemd(tools: Path, tmp_path: Path) -> None:
     assert "journalctl --user -u expert-node-n-1.x.service" in said
 
 
-def test_install_follows_xdg_config_home(
-    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The unit goes where systemd looks for it."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "cfg"))
-    Systemd(tmp_path).install(NASTY, start=False)
-    assert (tmp_path / "cfg" / "systemd" / "user" / "expert-node-n-1.x.service").exists()
+@pytest.mark.parametrize(
+    ("configured", "folder"), [("/etc/x", "/etc/x"), ("cfg", "/home/x/.config")]
+)
+def test_a_unit_follows_the_config_home(configured: str, folder: str) -> None:
+    """The unit goes where systemd looks for it: a relative folder is ignored."""
+    path = Systemd(HOME, Path(configured)).path("a")
+    assert path == Path(folder, "systemd", "user", "expert-node-a.service")
 
 
 @pytest.mark.parametrize("manager", [Launchd, Systemd])
@@ -242,6 +250,37 @@ def test_uninstall(tools: Path, tmp_path: Path, manager: type[service.ServiceMan
     assert any("bootout" in line or "disable --now" in line for line in asked(tools))
     with pytest.raises(ServiceError, match=r"no service for node n-1\.x"):
         it.uninstall("n-1.x")
+
+
+@pytest.mark.parametrize("manager", [Launchd, Systemd])
+def test_a_service_that_does_not_stop(
+    tools: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    manager: type[service.ServiceManager],
+) -> None:
+    """Uninstalling what goes on running says so and leaves the file, to be tried again."""
+    monkeypatch.setattr(service, "MANAGER_SECONDS", 0.5)
+    it = manager(tmp_path)
+    it.install(NASTY)
+    still = tmp_path / "bin" / f"{it.tool}.active"
+    still.touch()
+    with pytest.raises(ServiceError, match=r"service of node n-1\.x has not stopped"):
+        it.uninstall("n-1.x")
+    assert it.path("n-1.x").exists()
+    still.unlink()
+    it.uninstall("n-1.x")
+    assert not it.path("n-1.x").exists()
+
+
+def test_systemd_out_of_reach(tools: Path, tmp_path: Path) -> None:
+    """Where systemd cannot be asked whether the node has stopped, nothing is removed."""
+    it = Systemd(tmp_path)
+    it.install(NASTY)
+    (tmp_path / "bin" / "systemctl.fails").touch()
+    with pytest.raises(ServiceError, match="no bus here"):
+        it.uninstall("n-1.x")
+    assert it.path("n-1.x").exists()
 
 
 @pytest.mark.parametrize("manager", [Launchd, Systemd])
@@ -292,7 +331,7 @@ def test_print(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`service print` shows either platform's file and nothing else."""
     assert cli.run_cli(["service", "print", "--platform", "launchd", *options]) == 0
     agent = plistlib.loads(capsys.readouterr().out.encode())
-    assert agent["ProgramArguments"][3:5] == ["--roster=a,b", "--me=a"]
+    assert agent["ProgramArguments"][4:6] == ["--roster=a,b", "--me=a"]
     assert cli.run_cli(["service", "print", "--platform", "systemd", *options]) == 0
     assert "[Install]" in capsys.readouterr().out
 
@@ -357,7 +396,10 @@ def test_install_from_the_command_line(
 ) -> None:
     """`service install` and `uninstall` do it all and say so."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "cfg"))
     assert cli.run_cli(["service", "install", *options]) == 0
+    if sys.platform == "linux":
+        assert (tmp_path / "cfg" / "systemd" / "user" / "expert-node-a.service").exists()
     assert "node a runs" in capsys.readouterr().out
     assert cli.run_cli(["service", "uninstall", "--me", "a"]) == 0
     assert "stopped node a" in capsys.readouterr().out
@@ -365,7 +407,15 @@ def test_install_from_the_command_line(
 
 def test_the_written_command_starts_the_node() -> None:
     """The command of a service is a command line that our own parser reads back."""
-    python, flag, module, *words = service.command(NASTY)
-    assert [python, flag, module] == [sys.executable, "-m", "expert_node"]
+    start, words = service.command(NASTY)[:4], service.command(NASTY)[4:]
+    assert start == [sys.executable, "-P", "-m", "expert_node"]
     assert NodeConfig(roster="a", me="a").arguments() == ["--roster=a", "--me=a"]
     assert words == NASTY.arguments()
+
+
+def test_the_folder_it_starts_in_has_no_say(tmp_path: Path) -> None:
+    """A module of our name in the working folder is not what the service runs."""
+    (tmp_path / "expert_node.py").write_text("raise SystemExit('not this one')")
+    words = [*service.command(NASTY)[:4], "--version"]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
