@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from aiohttp import web
 
+from expert_network.net.stream import SLOWEST
+
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.IGNORECASE)
+#: For a client to take an answer, and its size over SLOWEST more.
+SEND_SECONDS = 30.0
+
 _TAG = re.compile(r'(?:W/)?("[^"]*")')
 
 #: (start, stop) -> the bytes between them, in pieces.
-Source = Callable[[int, int], AsyncIterator[bytes]]
+Source = Callable[[int, int], AsyncGenerator[bytes, None]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,10 @@ def matches(listed: str, etag: str) -> bool:
 
 
 async def send(request: web.Request, content: Content) -> web.StreamResponse:
-    """Answer a GET or HEAD with `content`, or the part of it that was asked for."""
+    """Answer a GET or HEAD with `content`, or the part of it that was asked for.
+
+    Raises ConnectionAbortedError, with the connection closed, if the client takes it too slowly.
+    """
     part = span(request.headers, content)
     response = web.StreamResponse(status=part.status, headers=_headers(part, content))
     if part.status == 416:
@@ -81,12 +91,27 @@ async def send(request: web.Request, content: Content) -> web.StreamResponse:
     if part.status != 304:
         response.content_type = content.kind
         response.content_length = part.stop - part.start
+    transport = request.transport
+    try:
+        async with asyncio.timeout(SEND_SECONDS + (part.stop - part.start) / SLOWEST):
+            await _send(request, response, part, content)
+    except TimeoutError:
+        if transport is not None:
+            # Closing it would wait for what has not been taken.
+            transport.abort()
+        raise ConnectionAbortedError("somebody takes an answer too slowly") from None
+    return response
+
+
+async def _send(
+    request: web.Request, response: web.StreamResponse, part: Span, content: Content
+) -> None:
     await response.prepare(request)
     if request.method != "HEAD" and part.status != 304:
-        async for piece in content.source(part.start, part.stop):
-            await response.write(piece)
+        async with aclosing(content.source(part.start, part.stop)) as pieces:
+            async for piece in pieces:
+                await response.write(piece)
     await response.write_eof()
-    return response
 
 
 def _headers(part: Span, content: Content) -> dict[str, str]:

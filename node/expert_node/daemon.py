@@ -33,6 +33,8 @@ from expert_protocol.header import VERSION
 log = logging.getLogger("expert_node")
 
 BACKLOG = 128
+#: For a connection to bring a request's headers: the first one's, or those after an answer.
+HEADER_SECONDS = 30.0
 #: For requests that are being answered once the links have ended.
 HTTP_SECONDS = 1.0
 
@@ -107,6 +109,7 @@ class Node:
             application(self._state, self._config.key),
             access_log=None,
             handle_signals=False,
+            keepalive_timeout=HEADER_SECONDS,
             shutdown_timeout=HTTP_SECONDS,
             lingering_time=0,  # no request here has a body to wait for
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import socket
+from collections.abc import AsyncGenerator
 
 import pytest
+from aiohttp import web
 
-from expert_node.content import Content, Span, matches, span
+from expert_node import content as module
+from expert_node.content import Content, Span, matches, send, span
 
 
-async def nothing(start: int, stop: int) -> AsyncIterator[bytes]:
+async def nothing(start: int, stop: int) -> AsyncGenerator[bytes, None]:
     """A source that is never read here."""
     yield b""
 
@@ -70,3 +74,41 @@ def test_not_modified_wins_over_a_range() -> None:
 def test_matches(listed: str, found: bool) -> None:
     """If-None-Match is a list of tags, weak or strong, or a star."""
     assert matches(listed, TAG) is found
+
+
+async def test_a_client_that_stops_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes no bytes is let go after a while, and neither file nor connection is held."""
+    monkeypatch.setattr(module, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(module, "SLOWEST", 1 << 40)
+    ended: list[str] = []
+
+    async def endless(start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                yield bytes(1 << 20)
+        finally:
+            ended.append("source")
+
+    gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        transport = request.transport
+        assert isinstance(transport, asyncio.WriteTransport)
+        try:
+            return await send(request, Content(1 << 40, "ab" * 32, endless))
+        except ConnectionAbortedError:
+            gone.set_result(transport.is_closing() and not transport.get_write_buffer_size())
+            raise
+
+    app = web.Application()
+    app.add_routes([web.get("/", answer)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        with socket.create_connection(runner.addresses[0][:2]) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert await asyncio.wait_for(gone, 20)
+            assert ended == ["source"]
+    finally:
+        await runner.cleanup()

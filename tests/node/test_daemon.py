@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,6 +134,30 @@ def test_nodes_side_by_side(store: Store) -> None:
     with node_processes("a,b,c", store.path) as nodes:
         counts = [node.get("/status")["partition"]["blocks"] for node in nodes]
     assert sum(counts) == 16
+
+
+IMPATIENT = """
+from expert_node import cli
+import expert_network.backend
+expert_network.backend.detect()
+from expert_node import daemon
+daemon.HEADER_SECONDS = 0.2
+cli.main()
+"""
+
+
+def test_headers_that_do_not_end(store: Store) -> None:
+    """A connection that brings no whole request within the deadline is closed."""
+    python, _, _, *options = node_command("a", "a", store.path)
+    node = NodeProcess([python, "-c", IMPATIENT, *options])
+    try:
+        node.wait_ready()
+        for begun in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection(("127.0.0.1", node.port), SILENCE) as sock:
+                sock.sendall(begun)
+                assert sock.recv(100) == b""
+    finally:
+        node.close()
 
 
 # Stopping
