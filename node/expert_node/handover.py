@@ -21,7 +21,8 @@ HANDOVER_SECONDS = 5.0
 async def hand_over(request: web.Request, links: Links) -> web.StreamResponse:
     """Answer 101 and serve the link in its own thread; returns when the link has ended.
 
-    Raises ConnectionResetError, and no other error after the 101, if the driver has left.
+    After the 101 nothing is raised, since nothing else can be answered: a driver that leaves
+    meanwhile is logged.
 
     Reading is paused before the 101 is written, so whatever a driver sends after it is read by the
     link's thread and nobody else. aiohttp drops what came before, which the protocol forbids: such
@@ -33,12 +34,13 @@ async def hand_over(request: web.Request, links: Links) -> web.StreamResponse:
         raise web.HTTPServiceUnavailable(text=refusal, headers={"Retry-After": "5"})
     response = web.StreamResponse(status=101, headers={"Connection": "Upgrade", "Upgrade": UPGRADE})
     response.force_close()
+    taken = None
     try:
-        sock, peer = await _take_over(request, response)
-    except BaseException:
-        links.release()
-        raise
-    served = links.start(sock, peer)
+        taken = await _take_over(request, response)
+    finally:
+        if taken is None:
+            links.release()
+    served = None if taken is None else links.start(*taken)
     if served is not None:
         await asyncio.wrap_future(served)
     return response
@@ -46,11 +48,11 @@ async def hand_over(request: web.Request, links: Links) -> web.StreamResponse:
 
 async def _take_over(
     request: web.Request, response: web.StreamResponse
-) -> tuple[socket.socket, str]:
-    """Send the 101; the connection's socket and who is at its other end."""
+) -> tuple[socket.socket, str] | None:
+    """Send the 101; the connection's socket and who is at its other end. None: it has left."""
     transport = request.transport
     if transport is None or transport.is_closing():
-        raise ConnectionResetError("the driver left")
+        return None
     peer = _peer(transport)
     transport.pause_reading()
     try:
@@ -60,7 +62,7 @@ async def _take_over(
     except OSError as error:  # reset meanwhile, no time or no descriptor left
         log.info("%s got no link: %s", peer, str(error) or "it does not read")
         transport.abort()
-        raise ConnectionResetError("the driver left") from error
+        return None
 
 
 def _check_upgrade(request: web.Request) -> None:

@@ -117,7 +117,7 @@ class Links:
             self._places -= 1
 
     def start(self, sock: socket.socket, peer: str) -> Future[None] | None:
-        """Serve a link on `sock`, which is handed over, in a reserved place and a thread of its own.
+        """Serve a link on `sock`, which is handed over, in a reserved place and its own thread.
 
         Done when the link ends. None, with the socket closed and the place given back, if the node
         has begun to drain meanwhile, or the system refuses (which is logged).

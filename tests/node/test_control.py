@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,8 +21,10 @@ from expert_network.errors import KeyRefused
 from expert_network.experts.partition import Partition
 from expert_network.net.auth import ClusterKey, KeyMemory, challenged_with
 from expert_network.store.reader import Store
+from expert_node import handover
 from expert_node.compute import Computer
 from expert_node.control import PIECE, application
+from expert_node.handover import UPGRADE
 from expert_node.links import Links
 from expert_node.startup import Startup
 from expert_node.state import NodeState, Phase, Serving
@@ -267,6 +270,70 @@ async def test_a_bug_of_ours(state: NodeState, caplog: pytest.LogCaptureFixture)
     async with served(state) as session:
         assert "its log says why" in await refused(session, "/status", 500)
     assert "GET /status failed" in caplog.text
+
+
+# The hand-over to a link
+
+
+async def upgrade(session: aiohttp.ClientSession) -> socket.socket:
+    """A connection on which an Upgrade has been asked for."""
+    assert session._base_url is not None and session._base_url.port is not None
+    sock = socket.create_connection(("127.0.0.1", session._base_url.port))
+    sock.setblocking(False)
+    lines = ["GET /link HTTP/1.1", "Host: x", "Connection: Upgrade", f"Upgrade: {UPGRADE}", "", ""]
+    await asyncio.get_running_loop().sock_sendall(sock, "\r\n".join(lines).encode())
+    return sock
+
+
+async def everything(sock: socket.socket) -> bytes:
+    """What comes on a connection until it ends."""
+    data, loop = b"", asyncio.get_running_loop()
+    while more := await asyncio.wait_for(loop.sock_recv(sock, 4096), 20):
+        data += more
+    return data
+
+
+async def test_a_driver_that_leaves_during_the_hand_over(
+    state: NodeState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that is lost after the 101 gets no second answer and no traceback."""
+    serving = state.serving
+    assert serving is not None
+
+    async def lost(transport: asyncio.WriteTransport) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(handover, "_written", lost)
+    async with served(state) as session:
+        with await upgrade(session) as sock:
+            assert (await everything(sock)).count(b"HTTP/1.1") <= 1
+    assert "Traceback" not in caplog.text
+    assert serving.links._places == 0
+
+
+async def test_hand_overs_at_the_same_time(
+    state: NodeState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upgrades that are all under way at once do not become more links than there is room for."""
+    serving = state.serving
+    assert serving is not None
+    limits = serving.links.limits
+    room, go = limits.links + limits.refusals, asyncio.Event()
+    written = handover._written
+
+    async def held(transport: asyncio.WriteTransport) -> None:
+        await written(transport)
+        await go.wait()
+
+    monkeypatch.setattr(handover, "_written", held)
+    async with served(state) as session:
+        sockets = [await upgrade(session) for _ in range(room + 1)]
+        loop = asyncio.get_running_loop()
+        heads = [await asyncio.wait_for(loop.sock_recv(sock, 4096), 20) for sock in sockets]
+        assert [head[9:12] for head in heads] == [b"101"] * room + [b"503"]
+        go.set()
+        for sock in sockets:
+            sock.close()
 
 
 # The cluster key

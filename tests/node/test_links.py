@@ -284,7 +284,7 @@ def test_no_link_starts_once_drained() -> None:
 def test_no_thread_to_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When the system gives no thread, that driver is let go, it is logged, and the next is served."""
+    """When the system gives no thread, that driver is let go, and the next one is served."""
     it = bench()
     ours, theirs = socket.socketpair()
     start = Thread.start
