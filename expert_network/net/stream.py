@@ -6,6 +6,7 @@ No byte beyond a frame is read before the next `receive`, so that poll() tells t
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ LATE_LOOK = 0.1
 FIRST_BUFFER = 64 << 10
 #: A buffer that one large frame made larger than this is given back after it.
 KEPT_BUFFER = 2 << 20
+#: Seconds, of those it lingers, that an interrupted stream leaves its peer for its last frame.
+PARTING = 0.2
 #: What a peer may still send while its link is ended politely.
 MAX_LINGER = 1 << 20
 
@@ -157,7 +160,10 @@ class FrameStream(Generic[E]):
             return
         try:
             self._send(buffers, timeout)
-            self._sock.shutdown(socket.SHUT_WR)
+            if self._interrupted:
+                self._outlast(min(self._linger, PARTING))
+            else:
+                self._sock.shutdown(socket.SHUT_WR)
             # Closing with bytes unread resets the connection, and the last frame would be lost.
             self._discard(monotonic() + self._linger)
         except (OSError, ExpertNetworkError):
@@ -313,6 +319,16 @@ class FrameStream(Generic[E]):
             self.finish(self._connection.refuse(error))
         finally:
             self.close()
+
+    def _outlast(self, seconds: float) -> None:
+        """Wait until what the peer sent before it heard our last frame has come.
+
+        A socket that is shut in both directions answers that with a reset, and one that is shut for
+        reading does not tell when its peer closes: so some time has to do.
+        """
+        trouble = select.poll()
+        trouble.register(self._sock, 0)
+        trouble.poll(seconds * 1000)
 
     def _discard(self, deadline: float) -> None:
         scrap = bytearray(64 << 10)

@@ -464,6 +464,27 @@ def test_interrupt_wakes_a_reader(pair: Pair) -> None:
     assert pair.stream.closed
 
 
+def test_the_last_words_after_an_interrupt_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On TCP a peer that is asking at that very moment reads the goodbye, and meets no reset."""
+    monkeypatch.setattr(module, "PARTING", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    driver, node = greeted(hidden)
+    stream: FrameStream[NodeEvent] = FrameStream(ours, node, "driver", linger=LONG)
+    stream.interrupt()
+    with peer, running(lambda: stream.finish(node.goodbye("leaving"))):
+        arrived = select.poll()
+        arrived.register(peer, select.POLLIN)
+        assert arrived.poll(LONG * 1000)
+        for part in driver.dispatch(dispatch()):
+            peer.sendall(part)
+        data = b""
+        while more := peer.recv(4096):
+            data += more
+    assert events(driver, [data]) == [Goodbye("leaving")]
+
+
 def test_interrupt_leaves_what_has_arrived(pair: Pair) -> None:
     """A frame that was there already is still read; Cancelled comes after it."""
     asked = pair.ask()
