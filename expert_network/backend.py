@@ -60,8 +60,8 @@ def _how_to_install(reason: str, system: str) -> str:
         advice = "reinstall it: pip install --force-reinstall mlx"
     else:
         advice = (
-            'install one: pip install "expert-network[cpu]", or on an NVIDIA machine '
-            '"expert-network[cuda13]", never both'
+            'install one: pip install "expert-network[cpu]" (in a checkout: ".[cpu]"), or on an '
+            'NVIDIA machine "expert-network[cuda13]", never both'
         )
     return f"MLX has no backend in this environment ({reason.rstrip('.')}); {advice}."
 

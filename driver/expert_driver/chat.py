@@ -86,12 +86,11 @@ class Chat:
             if self._conversation.overlong:
                 self._note(OVERLONG.format(self._conversation.longest))
         except Cancelled:
-            self._note("\nstopped")
+            self._note("stopped")
         except KeyboardInterrupt:
-            self._note("")
             return False
         except ExpertNetworkError as error:
-            self._note(f"\nerror: {error}")
+            self._note(f"error: {error}")
         return True
 
     def _note(self, text: str) -> None:
@@ -99,15 +98,17 @@ class Chat:
 
 
 def stream(conversation: Conversation, question: str, out: TextIO, notes: TextIO) -> None:
-    """Write the reply to `question` as it comes, and a line end after it.
+    """Write the reply to `question` as it comes, and a line end after it, broken off or not.
 
     A reply that was cut at its greatest length is said to be, on `notes`.
     """
-    for piece in conversation.ask(question):
-        out.write(piece)
+    try:
+        for piece in conversation.ask(question):
+            out.write(piece)
+            out.flush()
+    finally:
+        out.write("\n")
         out.flush()
-    out.write("\n")
-    out.flush()
     generation = conversation.last
     if generation and (note := cut_short(generation.finish, generation.timing)):
         print(note, file=notes, flush=True)

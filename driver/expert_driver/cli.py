@@ -10,13 +10,13 @@ from expert_driver import options
 from expert_network import __version__
 from expert_network.commandline import DefaultGroup, run_command
 
-_COMMANDS = {
+COMMANDS = {
     "run": "Chat with a model, or answer one prompt (meant when no command is named).",
     "logits": "Write the logits of given token ids to a file.",
     "status": "Show who owns what on a network, and whether it can work.",
     "demo": "Start two nodes on this machine and answer a prompt through them.",
     "key": "Make a cluster key.",
-    "roster": "Show how rosters split a model, and what a change would move.",
+    "roster": "Compare two rosters: what a change would move.",
     "preprocess": "Turn a Hugging Face checkpoint into a store.",
     "download": "Fetch a model and turn it into a store.",
     "models": "List the supported models with their sizes.",
@@ -28,7 +28,7 @@ _COMMANDS = {
     cls=DefaultGroup,
     default="run",
     lazy={
-        name: (f"expert_driver.commands.{name}:command", text) for name, text in _COMMANDS.items()
+        name: (f"expert_driver.commands.{name}:command", text) for name, text in COMMANDS.items()
     },
     context_settings=options.CONTEXT,
     subcommand_metavar="[STORE | COMMAND] [OPTIONS]",
@@ -38,10 +38,13 @@ def group() -> None:
     """Run a mixture-of-experts model whose experts live on many machines.
 
     \b
-      expert-net STORE --chat                         all experts in this process
-      expert-net STORE --nodes http://a:8301 --chat   experts on nodes, the rest here
-      expert-net --nodes http://a:8301 --chat         the same, without a copy of the store
-      expert-net demo                                 try it now, on this machine alone
+      expert-net STORE --chat               all experts in this process
+      expert-net STORE --nodes a,b --chat   experts on nodes, the rest here
+      expert-net --nodes a,b --chat         the same, without a copy of the store
+      expert-net demo                       try it now, on this machine alone
+
+    \b
+    A node is HOST, HOST:PORT or a URL; the port is 8301 unless you say otherwise.
 
     STORE is a path, or the name of a store in the models folder; write ./demo for a folder that is
     called like a command.

@@ -109,30 +109,43 @@ def _coverage(nodes: Sequence[NodeStatus]) -> list[str]:
     return [f"{total - len(owned)} of {total} blocks have no owner here{whose}."]
 
 
-HEADERS = (
-    "node", "url", "health", "blocks", "bytes", "model", "roster", "numerics", "links", "up",
-    "memory",
-)  # fmt: skip
+#: What differs from node to node, in 80 columns; `shared` says the rest.
+HEADERS = ("node", "address", "health", "blocks", "bytes", "links", "up", "memory")
 
 
 def row(node: NodeStatus) -> tuple[str, ...]:
     """One node as cells under HEADERS."""
+    address = node.url.removeprefix("http://").removesuffix("/")
     if node.error:
-        return ("?", node.url, "unreachable", *[""] * (len(HEADERS) - 3))
-    roster = f"{node.roster.digest[:12]}/{node.roster.epoch}" if node.roster else ""
+        return ("?", address, "no status", *[""] * (len(HEADERS) - 3))
     return (
         node.name,
-        node.url,
+        address,
         node.health,
         f"{len(node.blocks)}/{node.total_blocks}",
         size(node.partition_bytes),
-        node.model_digest[:12],
-        roster,
-        node.numerics,
         str(node.links),
         duration(node.uptime_s),
         size(node.rss_bytes),
     )
+
+
+def shared(nodes: Sequence[NodeStatus]) -> list[str]:
+    """Model, roster and numerics, a line for each that nodes have; with names where they differ."""
+    told = [node for node in nodes if not node.error]
+    lines = []
+    for what, tell in (
+        ("model", lambda node: node.model_digest[:12]),
+        ("roster", lambda node: f"{node.roster.digest[:12]}, epoch {node.roster.epoch}"),
+        ("numerics", lambda node: node.numerics),
+    ):
+        values: dict[str, list[str]] = {}
+        for node in told:
+            values.setdefault(tell(node), []).append(node.name)
+        for value, names in values.items():
+            whose = "" if len(values) == 1 else f"  ({', '.join(names)})"
+            lines.append(f"{what:<9} {value}{whose}")
+    return lines
 
 
 def as_json(nodes: Sequence[NodeStatus]) -> dict[str, Any]:

@@ -46,7 +46,19 @@ def talk(
         return
     if not session.text.has_template:
         print("This model has no chat template: it continues what you write.", file=sys.stderr)
+    if sys.stdin.isatty():
+        print(f"{greeting(session)} /help lists what else you can type.", file=sys.stderr)
     Chat(conversation, reader_for(sys.stdin), sys.stdout, sys.stderr, after).run()
+
+
+def greeting(session: Session) -> str:
+    """Which model, and where its experts are."""
+    where = "with all experts in this process"
+    if session.network is not None:
+        names = [link.name for link in session.network.links]
+        listed = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        where = f"with its experts on {listed}"
+    return f"{session.store.path.name} ({session.store.manifest.model_type}) {where}."
 
 
 def show_figures(session: Session, conversation: Conversation) -> None:

@@ -31,6 +31,10 @@ class Text:
             )
         # transformers takes two seconds to import; only text needs it.
         from mlx_lm.utils import load_tokenizer
+        from transformers.utils import logging
+
+        # It warns of long conversations in words of its own; the chat says that itself.
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
         eos = end_of_text_ids(store)
         try:

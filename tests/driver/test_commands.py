@@ -247,14 +247,14 @@ def test_status_of_a_sound_network(capsys: Capture, nodes: list[NodeProcess]) ->
     code, out, _ = run(capsys, "status", "--nodes", joined(nodes))
     assert code == 0
     assert out.splitlines()[-1] == "the nodes agree, and together they own every block"
-    assert all(node.url in out for node in nodes) and "124/256" in out
+    assert all(f"127.0.0.1:{node.port}" in out for node in nodes) and "124/256" in out
 
 
 def test_status_of_a_broken_network(capsys: Capture, nodes: list[NodeProcess]) -> None:
     """An unreachable node is a row and a problem, not a crash; exit code 4."""
     code, out, _ = run(capsys, "status", "--nodes", f"{nodes[0].url},http://127.0.0.1:9")
     assert code == 4
-    assert "unreachable" in out and "132 of 256 blocks have no owner here" in out
+    assert "no status" in out and "132 of 256 blocks have no owner here" in out
 
 
 def test_status_for_programs(capsys: Capture, nodes: list[NodeProcess]) -> None:

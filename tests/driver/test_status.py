@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from expert_driver.status import HEADERS, NodeStatus, as_json, problems, row
+from expert_driver.status import HEADERS, NodeStatus, as_json, problems, row, shared
 from expert_roster.roster import Roster
 
 OK = {"status": "ok"}
@@ -47,13 +47,14 @@ def test_a_row() -> None:
     """A row names the node, its part, and how it fares."""
     cells = dict(zip(HEADERS, row(node("a", A)), strict=True))
     assert cells["node"] == "a" and cells["blocks"] == "2/4" and cells["bytes"] == "2.0 KB"
-    assert cells["up"] == "1 min 15 s" and cells["model"] == "a" * 12
+    assert cells["up"] == "1 min 15 s" and "model" not in cells
+    assert shared([node("a", A), node("b", B)])[0] == f"model     {'a' * 12}"
 
 
 def test_an_unreachable_node_is_a_row() -> None:
     """A node that does not answer keeps its row, and is a problem."""
     absent = NodeStatus("http://b", "node http://b refused the connection")
-    assert row(absent)[:3] == ("?", "http://b", "unreachable")
+    assert row(absent)[:3] == ("?", "b", "no status")
     assert problems([node("a", A), absent]) == [
         "node http://b refused the connection.",
         "2 of 4 blocks have no owner here; b of the roster did not answer.",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from expert_driver import options
+from expert_network.backend import detect
 
 
 @click.command("logits", context_settings=options.CONTEXT)
@@ -36,6 +37,7 @@ def command(
     home: Path | None,
 ) -> None:
     """Write the logits after each of the given token ids."""
+    detect()
     config = options.network_config(nodes, exact, wire, key_file, home)
     # Imported here: it imports numpy and MLX.
     from expert_driver import parity

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 
 from expert_driver import options
+from expert_network import places
+from expert_network.backend import detect
+from expert_network.errors import StoreError
 
 
 @click.command("run", context_settings=options.CONTEXT)
@@ -39,6 +43,9 @@ def command(
     """
     if chat and prompt is not None:
         raise click.UsageError("--chat and -p exclude each other.")
+    detect()
+    if store is not None:
+        _look_up(store, places.home(home))
     if prompt is None and not chat and not sys.stdin.isatty():
         prompt = "-"
     question = sys.stdin.read() if prompt == "-" else prompt
@@ -49,3 +56,16 @@ def command(
     from expert_driver import talk
 
     talk.run(store, config, options.sampling(values), question, system_prompt, verbose)
+
+
+def _look_up(store: str, home: Path) -> None:
+    """Raise StoreError before anything is read or loaded if there is no such store."""
+    from expert_driver.cli import COMMANDS
+
+    try:
+        places.find_store(store, home)
+    except StoreError as error:
+        if not (close := get_close_matches(store, COMMANDS, 1)):
+            raise
+        advice = f"{error.advice}; or did you mean `expert-net {close[0]}`"
+        raise StoreError(error.path, error.problem, advice) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from expert_driver import options, tables
-from expert_driver.status import HEADERS, as_json, problems, row
+from expert_driver.status import HEADERS, as_json, problems, row, shared
 from expert_network.errors import NodeError
 
 
@@ -31,6 +31,8 @@ def command(nodes: tuple[str, ...], key_file: Path | None, machine: bool) -> int
     else:
         tables.show(HEADERS, [row(node) for node in found], sys.stdout)
         click.echo()
+        for line in shared(found):
+            click.echo(line)
         for problem in wrong:
             click.echo(f"problem: {problem}")
         if not wrong:
