@@ -44,10 +44,8 @@ def run(
                 show_split(nodes, urls, session.store.manifest, session.network)
             question = prompt or PROMPT
             say(f"> {question}")
-            talk.talk(session, sampling, question, None, verbose=True)
-            if at_terminal and prompt is None:
-                say("Now you: ask for a story, or /exit.")
-                talk.talk(session, sampling, None, None, verbose=True)
+            chat = at_terminal and prompt is None
+            talk.talk(session, sampling, question, None, verbose=True, chat=chat)
 
 
 def show_split(

@@ -84,21 +84,21 @@ class NetworkFigures:
 
 
 def lines(timing: Timing, network: NetworkFigures | None, peak_bytes: int) -> list[str]:
-    """The figures of one reply, a line each; docs/driver.md says how to read them."""
+    """The figures of one reply, in lines for 80 columns; docs/driver.md says how to read them."""
     read = timing.prompt_tokens - timing.reused
     rate = (timing.tokens - 1) / timing.decode_s if timing.decode_s else 0.0
     found = [
         f"{timing.tokens} tokens, {rate:.1f} tok/s; prompt {timing.prompt_tokens} tokens, "
-        f"{timing.reused} reused, {read / timing.prefill_s if timing.prefill_s else 0:.1f} tok/s; "
-        f"first token after {duration(timing.first_token_s)}; peak memory {size(peak_bytes)}"
+        f"{timing.reused} reused, {read / timing.prefill_s if timing.prefill_s else 0:.1f} tok/s",
+        f"first token after {duration(timing.first_token_s)}; peak memory {size(peak_bytes)}",
     ]
     if network is None:
         return [*found, "experts: all in this process, exact"]
-    found.append(
-        f"experts: {len(network.nodes)} nodes, {network.mode} replies, {network.wire} on the wire; "
+    found += [
+        f"experts: {len(network.nodes)} nodes, {network.mode} replies, {network.wire} on the wire",
         f"{duration(network.layer_s)} per layer (median), "
-        f"{size(network.bytes_per_token)} per token"
-    )
+        f"{size(network.bytes_per_token)} per token",
+    ]
     return found + shares(network.nodes)
 
 
@@ -110,14 +110,24 @@ def cut_short(finish: Finish | None, timing: Timing) -> str | None:
 
 
 def shares(nodes: Sequence[NodeFigures]) -> list[str]:
-    """Who did how much, a line for each node, in the order of the roster."""
+    """Who did how much: a line of headers, and one for each node in the order of the roster."""
     pairs = sum(node.pairs for node in nodes) or 1
-    width = max(len(node.name) for node in nodes)
-    return [
-        f"  {node.name:<{width}}  {node.pairs / pairs:6.1%} of pairs  {node.rows:>7} rows  "
-        f"{size(node.sent):>9} out  {size(node.received):>9} in  "
-        f"{_mean(node.compute_us, node):>8} computing, {_mean(node.queue_us, node):>8} waiting"
+    width = max(len("node"), *(len(node.name) for node in nodes))
+    cells = [("pairs", "rows", "out", "in", "computing", "waiting")] + [
+        (
+            f"{node.pairs / pairs:.1%}",
+            str(node.rows),
+            size(node.sent),
+            size(node.received),
+            _mean(node.compute_us, node),
+            _mean(node.queue_us, node),
+        )
         for node in nodes
+    ]
+    names = ["node", *(node.name for node in nodes)]
+    return [
+        f"{name:<{width}}" + "".join(f"  {cell:>9}" for cell in row)
+        for name, row in zip(names, cells, strict=True)
     ]
 
 

@@ -22,7 +22,7 @@ def run(
 ) -> None:
     """Reply to `question`, or chat if there is none."""
     with opened(store, config, with_text=True) as session:
-        talk(session, sampling, question, system, verbose)
+        talk(session, sampling, question, system, verbose, chat=question is None)
 
 
 def talk(
@@ -31,8 +31,9 @@ def talk(
     question: str | None,
     system: str | None,
     verbose: bool,
+    chat: bool,
 ) -> None:
-    """Reply to `question` or chat, over a session that is open."""
+    """Reply to `question` if there is one, then chat if `chat`, over a session that is open."""
     assert session.text is not None
     conversation = Conversation(session.engine, session.text, sampling, system, session.longest)
 
@@ -43,6 +44,7 @@ def talk(
     if question is not None:
         stream(conversation, question, sys.stdout, sys.stderr)
         after(conversation)
+    if not chat:
         return
     if not session.text.has_template:
         print("This model has no chat template: it continues what you write.", file=sys.stderr)

@@ -141,7 +141,7 @@ def test_the_demo_leaves_no_node_behind(demo: Terminal, number: signal.Signals, 
 def test_the_demo_is_a_chat_for_a_person() -> None:
     """At a terminal the demo goes on as a chat, which /exit ends."""
     with at_terminal([*COMMAND, "demo", "--max-tokens", "4"], environment()) as person:
-        person.expect("Now you")
+        person.expect("/help lists")
         person.expect(ASKED)
         person.type("Tell me a story about a duck.\r")
         person.expect(r"cut at 4 tokens")
