@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import resource
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -43,12 +44,25 @@ def detect() -> Backend:
         import mlx.core as mx
     except ImportError as error:
         raise BackendMissing(_how_to_install(str(error), sys.platform)) from error
+    _import_mlx_lm()
     if mx.default_device().type == mx.DeviceType.cpu:
         # There it calls a C++ compiler: seconds at first use, a failure on a machine without one.
         mx.disable_compile()
         return Backend("mlx-cpu", _versions(), _cpu_isa(platform.machine(), _cpu_flags()))
     name = "mlx-metal" if mx.metal.is_available() else "mlx-cuda"
     return Backend(name, _versions(), str(mx.device_info().get("architecture", "gpu")))
+
+
+def _import_mlx_lm() -> None:
+    """Import mlx-lm, which sets the limit of open files: lower than some, or above what is allowed.
+
+    This process keeps the limit that it was given.
+    """
+    setrlimit, resource.setrlimit = resource.setrlimit, lambda *_: None
+    try:
+        import mlx_lm.utils  # noqa: F401
+    finally:
+        resource.setrlimit = setrlimit
 
 
 def _versions() -> str:

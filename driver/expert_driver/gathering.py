@@ -15,8 +15,8 @@ import numpy.typing as npt
 from expert_driver.figures import NodeFigures
 from expert_driver.links import Link
 from expert_driver.routing import Share
-from expert_network.errors import NodeError, NodeTimeout
-from expert_protocol.dtypes import WireDType
+from expert_network.errors import NodeError, NodeRefused, NodeTimeout
+from expert_protocol.dtypes import WireDType, finite
 from expert_protocol.frames import Dispatch, Reply, ReplyMode, Working, rows_that_fit
 
 SILENCE_S = 5.0  # without a frame from a node that owes one; a busy node says WORKING each second
@@ -86,6 +86,10 @@ class Job:
         if not isinstance(event, Reply):
             assert isinstance(event, Working), event
             return self.check(now)
+        if not finite(event.data, event.dtype):
+            self.link.close()
+            problem = "answered with values that are not finite"
+            raise NodeRefused(self.link.name, problem, "see its log, and `expert-net verify`")
         share = self.waiting.popleft()
         # The reply's memory is the link's, and the next frame's too.
         self.replies.append((share, event.data.copy()))

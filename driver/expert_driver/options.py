@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,18 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 KEY = "EXPERT_NETWORK_KEY"
+
+
+class Number(click.FloatRange):
+    """A range that NaN is not in, though no comparison says so."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 def store_argument(command: Command) -> Command:
@@ -78,20 +91,20 @@ def sampling_options(max_tokens: int) -> Callable[[Command], Command]:
                 ("--max-tokens", click.IntRange(min=1), max_tokens, "Longest reply, in tokens."),
                 (
                     "--temp",
-                    click.FloatRange(min=0),
+                    Number(min=0, max=1e6),
                     0.0,
                     "0 takes the likeliest token.",
                 ),
                 (
                     "--top-p",
-                    click.FloatRange(0, 1),
+                    Number(0, 1),
                     1.0,
                     "Sample from this much probability.",
                 ),
                 ("--top-k", click.IntRange(min=0), 0, "Sample from this many tokens; 0 is all."),
                 (
                     "--min-p",
-                    click.FloatRange(0, 1),
+                    Number(0, 1),
                     0.0,
                     "Least chance, of the likeliest's.",
                 ),
@@ -101,7 +114,9 @@ def sampling_options(max_tokens: int) -> Callable[[Command], Command]:
             command = option(command)
         for option in (
             click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token."),
-            click.option("--seed", type=int, help="Makes sampling repeatable."),
+            click.option(
+                "--seed", type=click.IntRange(0, (1 << 63) - 1), help="Makes sampling repeatable."
+            ),
         ):
             command = option(command)
         return command

@@ -8,6 +8,7 @@ from typing import Any
 
 from expert_driver.agreement import describe
 from expert_network.errors import RosterError
+from expert_network.store.manifest import is_digest
 from expert_network.units import duration, size
 from expert_roster.roster import Roster
 
@@ -53,17 +54,17 @@ class NodeStatus:
             None,
             _text(status["name"]),
             _text(health["status"]),
-            int(status["protocol"]),
+            _count(status["protocol"]),
             _text(status["software"]),
-            _text(status["model_digest"]),
+            _digest(status["model_digest"]),
             Roster.from_wire(status["roster"]),
             _text(status["numerics"]),
-            int(partition["total_blocks"]),
-            int(partition["bytes"]),
-            int(status["links"]),
-            float(status["uptime_s"]),
-            int(status["rss_bytes"]),
-            frozenset((int(layer), int(e)) for layer, ids in layers.items() for e in ids),
+            _count(partition["total_blocks"]),
+            _count(partition["bytes"]),
+            _count(status["links"]),
+            _seconds(status["uptime_s"]),
+            _count(status["rss_bytes"]),
+            frozenset((int(layer), _count(e)) for layer, ids in layers.items() for e in ids),
         )
 
 
@@ -169,4 +170,23 @@ def _table(value: object) -> Mapping[str, Any]:
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError("a text is missing")
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError("a number is missing")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < 1e12:
+        raise ValueError("a time is missing")
+    return float(value)
+
+
+def _digest(value: object) -> str:
+    # It becomes the name of a folder of the cache.
+    if not isinstance(value, str) or not is_digest(value):
+        raise ValueError("the model digest is missing")
     return value

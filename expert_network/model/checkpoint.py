@@ -16,7 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm import utils as mlx_lm_utils
 
 from expert_network.errors import CheckpointError, ConfigRefused
-from expert_network.model.config import Config, code_entry, normalise_config
+from expert_network.model.config import Config, code_entry, normalise_config, too_deep
 from expert_network.model.family_weights import prepared
 from expert_network.model.rope import scaled
 from expert_network.model.seam import find_switches
@@ -123,10 +123,10 @@ def _read_json(file: Path, checkpoint: Path) -> Config:
     except FileNotFoundError:
         advice = "give the folder of a Hugging Face checkpoint"
         raise CheckpointError(checkpoint, f"there is no {file.name}", advice) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(file, f"cannot be read as JSON ({error})", _AGAIN) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(file, "is not a JSON object", _AGAIN)
+    if not isinstance(value, dict) or too_deep(value):
+        raise CheckpointError(file, "is not a JSON object of a sane depth", _AGAIN)
     return value
 
 
@@ -212,10 +212,16 @@ def _check_shard(shard: Path) -> int:
 def _data_bytes(shard: Path, header: bytes) -> int:
     try:
         tensors = json.loads(header)
-        ends = [int(t["data_offsets"][1]) for k, t in tensors.items() if k != "__metadata__"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        spans = sorted(t["data_offsets"] for k, t in tensors.items() if k != "__metadata__")
+        end = 0
+        for begin, after in spans:
+            # Each begins where the one before it ended: the format allows no gaps, no overlaps.
+            if begin != end or after < begin:
+                raise ValueError("its tensors overlap or leave gaps")
+            end = int(after)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(shard, "its safetensors header is damaged", _AGAIN) from error
-    return max(ends, default=0)
+    return end
 
 
 @contextmanager

@@ -36,6 +36,29 @@ _ALIASES = (
 # Rope settings that have a name of their own at the top.
 _ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
+# The group size and bits that MLX takes for null, by mode.
+_QUANTIZATION = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+
+
+# No config is nested so deeply; one that is would end what reads it in a RecursionError.
+MAX_DEPTH = 64
+
+
+def too_deep(config: object) -> bool:
+    """Whether lists and tables are nested more than MAX_DEPTH deep."""
+    level = [config]
+    for _ in range(MAX_DEPTH):
+        level = [item for outer in level for item in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: object) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
 
 def code_entry(config: object) -> str | None:
     """The first entry, at any depth, that asks to run code from the checkpoint."""
@@ -67,6 +90,7 @@ def normalise_config(config: Config) -> Config:
             _fill(config, name, known)
     _lift_layers(config)
     _fill_head_dim(config)
+    _fill_quantization(config)
     fill_derived(config)
     return config
 
@@ -117,3 +141,20 @@ def _fill_head_dim(config: Config) -> None:
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if hidden and heads and not config.get("kv_lora_rank"):
         _fill(config, "head_dim", hidden // heads)
+
+
+def _fill_quantization(config: Config) -> None:
+    """Write out the nulls that mlx-lm's mixed recipes leave in the entries of single modules.
+
+    What is filled in is what MLX took when it quantized them, which need not be what stands at the
+    top: that group size is for the modules without an entry.
+    """
+    for key in ("quantization", "quantization_config"):
+        top = config.get(key)
+        for entry in top.values() if isinstance(top, dict) else ():
+            if isinstance(entry, dict) and None in entry.values():
+                mode = entry.get("mode") or "affine"
+                group_size, bits = _QUANTIZATION.get(str(mode), (None, None))
+                for name, value in (("mode", mode), ("group_size", group_size), ("bits", bits)):
+                    if name in entry:
+                        _fill(entry, name, value)

@@ -20,6 +20,7 @@ from expert_network.errors import (
     DiskFull,
     ExpertNetworkError,
     KeyRefused,
+    NetworkMismatch,
     NodeClosed,
     NodeError,
     NodeRefused,
@@ -39,6 +40,7 @@ from expert_network.store.manifest import (
     MAX_MANIFEST,
     FileSpec,
     Manifest,
+    is_digest,
 )
 from expert_network.store.reader import Store, read_config
 from expert_network.store.writer import check_out, disk_errors
@@ -69,6 +71,8 @@ async def fetch_store(
     the next one when one fails. Raises StoreCorrupt if peers sent something else, else what the
     first of them failed with; ConfigRefused; DiskFull; StoreError if `dest` is taken.
     """
+    if not is_digest(digest):
+        raise NetworkMismatch(f"{digest[:80]!r} is no model digest; see what the nodes are.")
     if _stands(dest, digest):
         return dest
     work = dest.with_name(dest.name + PARTIAL)

@@ -378,6 +378,11 @@ class _Reader:
         raise StoreError(self._where, f"the manifest is damaged: {problem}", _REWRITE)
 
 
+def is_digest(text: str) -> bool:
+    """Whether this is how a sha256 is written."""
+    return bool(_SHA256.fullmatch(text))
+
+
 def is_file_name(name: str) -> bool:
     """Whether a file of this name may stand beside the manifest: plain, and not the manifest."""
     return bool(_FILE_NAME.fullmatch(name)) and name.casefold() not in (MANIFEST, BLOCKS)

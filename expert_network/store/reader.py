@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from expert_network.errors import ConfigRefused, StoreCorrupt, StoreError
-from expert_network.model.config import code_entry
+from expert_network.model.config import code_entry, too_deep
 from expert_network.progress import Progress, silent
 from expert_network.store.manifest import (
     BLOCKS,
@@ -198,8 +198,8 @@ def read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise StoreError(file, f"it is not JSON ({error})", _REPAIR) from error
-    if not isinstance(config, dict):
-        raise StoreError(file, "it is not a JSON object", _REPAIR)
+    if not isinstance(config, dict) or too_deep(config):
+        raise StoreError(file, "it is not a JSON object of a sane depth", _REPAIR)
     if entry := code_entry(config):
         raise ConfigRefused(file, entry)
     return config

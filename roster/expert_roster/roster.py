@@ -72,7 +72,8 @@ class Roster:
         """The roster in a TOML text: `replicas`, `epoch`, and a table `nodes` of name = weight."""
         try:
             table = tomllib.loads(text)
-        except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
+        # TOMLDecodeError, an integer of thousands of digits, or brackets as deep as that
+        except (ValueError, RecursionError) as error:
             raise RosterError(f"the roster is not valid TOML: {error}.") from None
         unknown = sorted(table.keys() - {"nodes", "replicas", "epoch"})
         if unknown:

@@ -399,6 +399,23 @@ def test_a_refused_dispatch_keeps_the_link(pair: list[FakeNode], experts: Networ
     assert len(pair[1].links) == 1
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite_end_the_link(
+    pair: list[FakeNode], experts: NetworkExperts, value: float
+) -> None:
+    """A reply of NaN or infinity is that node's failure, and never part of a sum."""
+
+    def spoil(link: FakeLink, dispatch: Dispatch) -> None:
+        reply = computed(dispatch)
+        data = np.full(reply.data.shape, value, np.float32)
+        link.stream.send(link.connection.reply(replace(reply, data=dispatch.dtype.encode(data))))
+
+    failing(pair[1], spoil)
+    with pytest.raises(NodeRefused, match="node b answered with values that are not finite"):
+        summed(experts)
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+
+
 def test_a_refusal_may_say_itself_what_to_do() -> None:
     """What a node advises replaces what the driver would have."""
     told = refusal("a", ErrorReply(ErrorCode.BAD_VALUES, "it overflows; choose a wider --wire"))

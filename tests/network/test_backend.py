@@ -29,6 +29,19 @@ def test_the_numerics_id_has_four_parts() -> None:
     assert found.numerics("float32") == "mlx-cpu/switch-0.32.4-0.32.2/float32/avx2"
 
 
+def test_the_limit_of_open_files_stays() -> None:
+    """A process may not open fewer files for having met mlx-lm, nor fail where it asks for more."""
+    code = (
+        "import resource as r\n"
+        "from expert_network.backend import detect\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (700, 1000))\n"
+        "detect()\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (700, 1000)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_only_the_cpu_computes_in_another_dtype_than_stored(stored: str) -> None:
     """On CPU everything is computed in float32, on a GPU as stored."""

@@ -108,6 +108,27 @@ def _broken_config(path: Path) -> None:
     (path / "config.json").write_text('{"model_type": "olmo')
 
 
+def _deep_config(depth: int) -> Callable[[Path], None]:
+    text = '{"model_type": "olmoe", "x": ' + "[" * depth + "]" * depth + "}"
+
+    def dig(path: Path) -> None:
+        (path / "config.json").write_text(text)
+
+    return dig
+
+
+def _overlap(path: Path) -> None:
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if "experts.3.down_proj" in name)
+    twin = next(name for name in header if "experts.2.down_proj" in name)
+    header[name]["data_offsets"] = header[twin]["data_offsets"]
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+
+
 def _config_is_a_list(path: Path) -> None:
     (path / "config.json").write_text("[1, 2]")
 
@@ -183,6 +204,8 @@ def _config(**entries: Any) -> Callable[[Path], None]:
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (_no_config, "there is no config.json"),
     "config cut short": (_broken_config, "cannot be read as JSON"),
+    "config as deep as a well": (_deep_config(900), "not a JSON object of a sane depth"),
+    "config deeper than that": (_deep_config(200_000), "cannot be read as JSON"),
     "config is a list": (_config_is_a_list, "not a JSON object"),
     "no model type": (_config(model_type=None), "names no model_type"),
     "model type is a number": (_config(model_type=3), "names no model_type"),
@@ -203,6 +226,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "too long": (_too_long, "too long"),
     "absurd header": (_absurd_header, "no safetensors file"),
     "damaged header": (_damaged_header, "header is damaged"),
+    "tensors on top of each other": (_overlap, "header is damaged"),
     "LFS pointer": (_lfs_pointer, "a Git LFS pointer"),
     "tensor missing": (_tensor_missing, "model.norm.weight"),
     "sizes that do not fit": (_config(hidden_size=32), "mlx-lm cannot build it"),
