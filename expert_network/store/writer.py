@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ _STORE = f"store{PARTIAL}"
 _LOCK = "lock"
 _FINGERPRINT = "fingerprint"
 _COPY = 1 << 20  # bytes
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -86,19 +88,27 @@ class StoreWriter:
             raise DiskFull(self.out, needed, free + there)
 
     def finished(self, spec: LayerSpec) -> LayerSpec | None:
-        """`spec` with its sha256 if an earlier run finished this layer, else None."""
+        """`spec` with its sha256 if an earlier run finished this layer, else None.
+
+        A crash may have spared the note and damaged the file: the blocks are hashed again.
+        """
+        path = self._store / spec.file
         try:
-            digests = json.loads(self._note(spec).read_bytes())
-            size = (self._store / spec.file).stat().st_size
-        except (OSError, ValueError):
+            noted = json.loads(self._note(spec).read_bytes())
+            if not _are_digests(noted, spec.experts):
+                return None
+            known = replace(spec, sha256=tuple(noted))
+            with path.open("rb") as file:
+                return known if LayerFile(path, file.fileno(), known).is_sound() else None
+        except (OSError, ValueError, RecursionError):
             return None
-        return replace(spec, sha256=tuple(digests)) if size == spec.file_bytes else None
 
     @contextmanager
     def layer(self, spec: LayerSpec) -> Iterator[LayerFile]:
         """A new sparse file for one layer; removed again if the body raises."""
         path = self._store / f"{spec.file}.tmp"
         with disk_errors(self.out), path.open("w+b") as file:
+            (self._store / spec.file).unlink(missing_ok=True)  # a damaged one; its room is needed
             os.ftruncate(file.fileno(), spec.file_bytes)
             try:
                 yield LayerFile(path, file.fileno(), spec)
@@ -126,7 +136,9 @@ class StoreWriter:
     def finish(self, manifest: Manifest) -> Path:
         """Write the manifest and put the store at `out`. Returns `out`."""
         check_out(self.out)
-        self.add(MANIFEST, [manifest.to_bytes()])
+        text = manifest.to_bytes()
+        Manifest.from_bytes(text, self.out / MANIFEST)  # no store that could not be opened
+        self.add(MANIFEST, [text])
         self._drop_strangers(manifest)
         with disk_errors(self.out):
             _rename(self._store, self.out)
@@ -201,6 +213,16 @@ class LayerFile:
                 done += count
             yield hashlib.sha256(block).hexdigest()
 
+    def is_sound(self) -> bool:
+        """Whether the file has its size, its blocks their sha256, and nothing stands between."""
+        if os.fstat(self.fd).st_size != self.spec.file_bytes:
+            return False
+        gap = self.spec.stride - self.spec.block_bytes
+        ends = (self.spec.offset(e) + self.spec.block_bytes for e in range(self.spec.experts))
+        if any(any(os.pread(self.fd, gap, end)) for end in ends):
+            return False
+        return tuple(self.digests()) == self.spec.sha256
+
 
 def check_out(out: Path) -> None:
     """Raise StoreError unless a store can be put at `out`: nothing there, or an empty folder."""
@@ -224,6 +246,14 @@ def disk_errors(path: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         problem = f"it cannot be written ({reason})"
         raise StoreError(path, problem, "check the disk and the permissions") from error
+
+
+def _are_digests(value: object, count: int) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == count
+        and all(isinstance(item, str) and _SHA256.fullmatch(item) for item in value)
+    )
 
 
 def _free(path: Path) -> int:

@@ -269,6 +269,21 @@ def test_a_killed_run_is_gone_on_with(checkpoint: Path, tmp_path: Path) -> None:
     assert Store.open(out).verify() == []
 
 
+@pytest.mark.parametrize("damage", ["block", "note"])
+def test_a_killed_run_that_was_damaged(checkpoint: Path, tmp_path: Path, damage: str) -> None:
+    """A finished layer that changed since, or whose note did, is converted again."""
+    undisturbed = preprocess(checkpoint, tmp_path / "undisturbed").digest
+    out, work = tmp_path / "store", tmp_path / "store.partial"
+    with converting(checkpoint, out, stop_at=SMALL.layer_bytes() * 5 // 3) as child:
+        assert line(child)[0] == "at"
+    (path,) = work.rglob("*.bin") if damage == "block" else work.glob("*.json")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 4] ^= 1
+    path.write_bytes(data)
+    assert preprocess(checkpoint, out).digest == undisturbed
+    assert Store.open(out).verify() == []
+
+
 @pytest.mark.parametrize("change", ["weights", "options"])
 def test_a_killed_run_of_something_else_is_not(
     checkpoint: Path, tmp_path: Path, change: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +92,48 @@ def test_a_finished_layer_is_gone_on_from(tmp_path: Path) -> None:
         assert writer.finished(plan(0, experts=4)) is None
         finish(writer, [layer_spec(0, 3), write_layer(writer, plan(1))])
     assert Store.open(tmp_path / "store").verify() == []
+
+
+@pytest.mark.parametrize("note", ["5", "null", '{"a":1}', '["zz"]', "[", "[" * 100_000, "short"])
+def test_a_damaged_note_is_not_trusted(tmp_path: Path, note: str) -> None:
+    """A layer whose note is not the sha256 of its blocks counts as unfinished."""
+    with pytest.raises(ZeroDivisionError), StoreWriter(tmp_path / "store", "f") as writer:
+        write_layer(writer, plan(0))
+        raise ZeroDivisionError
+    (path,) = (tmp_path / "store.partial").glob("*.json")
+    text = json.dumps(json.loads(path.read_text())[:-1]) if note == "short" else note
+    path.write_text(text)
+    with StoreWriter(tmp_path / "store", "f") as writer:
+        assert writer.finished(plan(0)) is None
+        finish(writer, [write_layer(writer, plan(0))])
+    assert Store.open(tmp_path / "store").verify() == []
+
+
+@pytest.mark.parametrize("where", ["block", "padding", "end"])
+def test_a_damaged_layer_is_not_trusted(tmp_path: Path, where: str) -> None:
+    """A layer file that changed after it was finished counts as unfinished."""
+    spec = plan(0)
+    with pytest.raises(ZeroDivisionError), StoreWriter(tmp_path / "store", "f") as writer:
+        write_layer(writer, spec)
+        raise ZeroDivisionError
+    (path,) = (tmp_path / "store.partial").rglob("*.bin")
+    data = bytearray(path.read_bytes())
+    data[{"block": 5, "padding": spec.block_bytes, "end": -1}[where]] ^= 1
+    path.write_bytes(data)
+    with StoreWriter(tmp_path / "store", "f") as writer:
+        assert writer.finished(spec) is None
+        finish(writer, [write_layer(writer, spec)])
+    assert Store.open(tmp_path / "store").verify() == []
+
+
+def test_a_manifest_that_could_not_be_read_is_not_published(tmp_path: Path) -> None:
+    """A store whose manifest no reader would take never stands at OUT."""
+    with (
+        pytest.raises(StoreError, match="the manifest is damaged"),
+        StoreWriter(tmp_path / "store", "f") as writer,
+    ):
+        finish(writer, [replace(write_layer(writer, plan(0)), sha256=("zz",) * 3)])
+    assert not (tmp_path / "store").exists()
 
 
 def test_another_conversion_starts_over(tmp_path: Path) -> None:
