@@ -229,8 +229,12 @@ def check_out(out: Path) -> None:
     advice = "choose another place, or remove it first"
     if (out / MANIFEST).exists():
         raise StoreError(out, "a store stands here already", advice)
+    if out.is_symlink():  # a rename cannot put a folder in its place
+        raise StoreError(out, "this is a symbolic link", "name the folder itself, or another place")
     if out.is_dir() and any(out.iterdir()):
         raise StoreError(out, "this folder is not empty", advice)
+    if out.is_dir() and out.samefile(os.curdir):  # a rename would leave the shell in no folder
+        raise StoreError(out, "this is the current directory", "name a folder inside it")
     if not out.is_dir() and os.path.lexists(out):
         raise StoreError(out, "this is a file", advice)
 

@@ -191,6 +191,23 @@ def test_a_place_that_is_taken(tmp_path: Path) -> None:
         assert not (tmp_path / f"{name}.partial").exists()
 
 
+def test_a_place_that_no_folder_can_be_renamed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link and the current directory are refused before anything is written."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("link", "dangling"):
+        with pytest.raises(StoreError, match="this is a symbolic link; name the folder itself"):
+            StoreWriter(tmp_path / name, "f").__enter__()
+    monkeypatch.chdir(tmp_path / "empty")
+    for here in (Path(), tmp_path / "empty"):
+        with pytest.raises(StoreError, match="this is the current directory"):
+            StoreWriter(here, "f").__enter__()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty", "link"]
+
+
 def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
     """A folder made beforehand is used."""
     (tmp_path / "store").mkdir()
