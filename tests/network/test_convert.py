@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.convert import mixed_quant_predicate_builder
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from expert_network.errors import CheckpointError, DiskFull, StoreError
@@ -100,6 +101,29 @@ def test_a_quantized_checkpoint_stays_as_it_is(tmp_path: Path, mode: str) -> Non
     with pytest.raises(CheckpointError, match=r"quantized already .*; leave out --bits"):
         preprocess(tmp_path / "quantized", tmp_path / "other", bits=4)
     assert not (tmp_path / "other.partial").exists()
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_a_mixed_recipe_that_leaves_nulls(tmp_path: Path, group_size: int | None) -> None:
+    """mlx-lm's mixed recipes write null for the group size they were not given: it is found."""
+    shape = Shape("qwen3_moe", layers=3, experts=8, hidden=64, intermediate=128)
+    model, config = load_model(make_checkpoint(tmp_path / "plain", shape), lazy=True)
+    recipe: Any = mixed_quant_predicate_builder("mixed_3_6", model, None)  # type: ignore[arg-type]
+    model, config = quantize_model(model, config, group_size, 4, quant_predicate=recipe)
+    save_model(tmp_path / "mixed", model)
+    save_config(config, tmp_path / "mixed" / CONFIG)
+    up = "model.layers.1.mlp.switch_mlp.up_proj"
+    saved = json.loads((tmp_path / "mixed" / CONFIG).read_text())["quantization"]
+    assert saved[up] == {"group_size": None, "bits": 3, "mode": "affine"}
+    store = preprocess(tmp_path / "mixed", tmp_path / "store")
+    assert dict(stored(store)) == parameters(model)
+    assert store.config["quantization"][up] == {"group_size": 64, "bits": 3, "mode": "affine"}
+    assert store.config["quantization_config"] == store.config["quantization"]
+    assert store.manifest.layers[0].hidden == 64
+    ids = mx.array([[1, 2, 3, 4]])
+    plain: Any = load_model(tmp_path / "mixed")[0]
+    ours: Any = open_checkpoint(tmp_path / "mixed").model
+    assert raw(ours(ids)) == raw(plain(ids))
 
 
 def test_mxfp4_as_it_is_published(tmp_path: Path) -> None:
