@@ -19,7 +19,7 @@ from expert_network.errors import CheckpointError, ConfigRefused
 from expert_network.model.config import Config, code_entry, normalise_config, too_deep
 from expert_network.model.family_weights import prepared
 from expert_network.model.rope import scaled
-from expert_network.model.seam import find_switches
+from expert_network.model.seam import SwitchSite, expert_tensors, find_switches
 
 __all__ = [
     "Checkpoint",
@@ -60,9 +60,22 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     weight_bytes = sum(_check_shard(shard) for shard in shards)
     with _as_mlx_lm_expects(path, shards) as folder:
         model, config = _load(path, folder)
-    if not find_switches(model):
+    sites = find_switches(model)
+    if not sites:
         raise CheckpointError(path, *_without_switches(config))
+    _check_routing(path / "config.json", config, sites)
     return Checkpoint(model, config, path, weight_bytes)
+
+
+def _check_routing(file: Path, config: Config, sites: list[SwitchSite]) -> None:
+    """mlx-lm takes any number of experts per token, and fails when the first token is routed."""
+    chosen = (config.get("text_config") or config).get("num_experts_per_tok")
+    if chosen is None or isinstance(chosen, list):  # named otherwise, or a number for each layer
+        return
+    experts = min(len(array) for site in sites for array in expert_tensors(site.module).values())
+    if type(chosen) is not int or not 1 <= chosen <= experts:
+        problem = f"num_experts_per_tok is {chosen!r} and a layer has {experts} experts"
+        raise CheckpointError(file, problem, _AGAIN)
 
 
 def check_config(path: Path) -> Config:

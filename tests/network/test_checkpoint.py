@@ -227,6 +227,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "absurd header": (_absurd_header, "no safetensors file"),
     "damaged header": (_damaged_header, "header is damaged"),
     "tensors on top of each other": (_overlap, "header is damaged"),
+    "more experts per token than there are": (
+        _config(num_experts_per_tok=9),
+        "num_experts_per_tok is 9 and a layer has 8 experts",
+    ),
+    "experts per token as text": (_config(num_experts_per_tok="4"), "num_experts_per_tok is '4'"),
     "LFS pointer": (_lfs_pointer, "a Git LFS pointer"),
     "tensor missing": (_tensor_missing, "model.norm.weight"),
     "sizes that do not fit": (_config(hidden_size=32), "mlx-lm cannot build it"),
