@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# A child's peak starts at what its parent has in memory: so a parent that has next to nothing
+# starts it, and not the one that has run two thousand tests.
+_PARENT = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdout=sys.stderr)
+_, status, usage = os.wait4(process.pid, 0)
+print(usage.ru_maxrss)
+sys.exit(os.waitstatus_to_exitcode(status) != 0)
+"""
+
 
 def peak_of(command: Sequence[str | Path], env: Mapping[str, str]) -> int:
     """Run `command` to its end and return its peak resident memory in bytes.
 
-    Never less than what this process has in memory, which the system counts as the child's before
-    it becomes `command`. A command that fails fails the test.
+    A command that fails fails the test.
     """
-    process = subprocess.Popen([str(word) for word in command], env=dict(env))
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, f"{command} ended with {process.returncode}"
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    words = [sys.executable, "-S", "-c", _PARENT, *map(str, command)]
+    done = subprocess.run(words, env=dict(env), stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, f"{command} failed"
+    return int(done.stdout) * (1 if sys.platform == "darwin" else 1024)
