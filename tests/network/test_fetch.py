@@ -20,6 +20,7 @@ from expert_network.errors import (
     DiskFull,
     ExpertNetworkError,
     KeyRefused,
+    NetworkMismatch,
     NodeClosed,
     NodeRefused,
     NodeTimeout,
@@ -415,3 +416,11 @@ async def test_errors_are_ours(model: Model) -> None:
                 with pytest.raises(ExpertNetworkError):
                     await model.fetch(peer.url)
             assert not model.dest.exists()
+
+
+@pytest.mark.parametrize("digest", ["", "../elsewhere", "/elsewhere", "a" * 63, "A" * 64])
+async def test_only_a_digest_names_a_model(tmp_path: Path, digest: str) -> None:
+    """What a peer gives for a digest and is none touches nothing on the disk."""
+    with pytest.raises(NetworkMismatch, match="is no model digest"):
+        await fetch_store(["http://127.0.0.1:9"], tmp_path / "model", None, digest)
+    assert not os.listdir(tmp_path)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +25,7 @@ from expert_network.experts.partition import (
 from expert_network.store.convert import preprocess
 from expert_network.store.reader import Store
 from tests.support.synthetic import Shape, make_checkpoint, of_size
+from tests.support.threads import on_a_thread
 
 SHAPE = Shape(family="qwen3_moe", layers=2, experts=8, hidden=64, intermediate=96)
 BLOCKS = {0: np.array([0, 2, 3, 7]), 1: np.array([4])}
@@ -53,24 +53,6 @@ def dispatch(counts: list[int], held: Any = BLOCKS[0]) -> dict[str, Any]:
         "ids": rng.choice(held, pairs).astype(np.uint16),
         "weights": rng.random(pairs, dtype=np.float32),
     }
-
-
-def on_a_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or raises, on a thread of its own."""
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except Exception as error:
-            result.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
 
 
 def test_what_is_held(store: Store, part: Partition) -> None:

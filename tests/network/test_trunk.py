@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,6 +20,7 @@ from expert_network.store.reader import Store
 from tests.network import families
 from tests.network.family_runs import OneNode, error, logits
 from tests.support.synthetic import Shape, make_checkpoint
+from tests.support.threads import on_a_thread
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SHAPE = Shape(layers=2, experts=8, hidden=256, intermediate=128, vocab=4096)
@@ -41,24 +40,6 @@ def everything(store: Store) -> Partition:
 
 def loaded(store: Store, mode: Mode = "sum") -> Any:
     return load_trunk(store, detect(), everything(store), mode)
-
-
-def on_a_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or raises, on a thread of its own."""
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except Exception as error:
-            result.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
 
 
 def test_float32_on_a_cpu(store: Store) -> None:
