@@ -17,7 +17,7 @@ from expert_network.store.manifest import TRUNK, Manifest
 from expert_network.units import size
 
 if TYPE_CHECKING:
-    from expert_driver.network import Network
+    from expert_driver.dispatch.network import Network
 
 STORE = Path(__file__).parent / "demo_store"
 PROMPT = "Tell me a short story about Mia and the silver whistle."

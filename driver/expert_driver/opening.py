@@ -10,13 +10,13 @@ import mlx.core as mx
 import numpy as np
 
 from expert_driver import fetching
-from expert_driver.agreement import Wanted
 from expert_driver.config import NetworkConfig
-from expert_driver.dispatcher import NetworkExperts
+from expert_driver.dispatch.agreement import Wanted
+from expert_driver.dispatch.dispatcher import NetworkExperts
+from expert_driver.dispatch.links import Opener
+from expert_driver.dispatch.network import Network
 from expert_driver.engine import Engine
 from expert_driver.figures import NetworkFigures
-from expert_driver.links import Opener
-from expert_driver.network import Network
 from expert_driver.stopping import Stop
 from expert_driver.text import Text
 from expert_network import places

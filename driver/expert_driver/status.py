@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from expert_driver.agreement import describe
+from expert_driver.dispatch.agreement import describe
 from expert_network.errors import RosterError
 from expert_network.store.manifest import is_digest
 from expert_network.units import duration, size

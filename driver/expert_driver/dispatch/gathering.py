@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy.typing as npt
 
+from expert_driver.dispatch.links import Link
+from expert_driver.dispatch.routing import Share
 from expert_driver.figures import NodeFigures
-from expert_driver.links import Link
-from expert_driver.routing import Share
 from expert_network.errors import NodeError, NodeRefused, NodeTimeout
 from expert_protocol.dtypes import WireDType, finite
 from expert_protocol.frames import Dispatch, Reply, ReplyMode, Working, rows_that_fit

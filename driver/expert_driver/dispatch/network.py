@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
-from expert_driver.agreement import Agreement, Wanted, agree
+from expert_driver.dispatch.agreement import Agreement, Wanted, agree
+from expert_driver.dispatch.links import Link
 from expert_driver.figures import NetworkFigures, NodeFigures
-from expert_driver.links import Link
 
 LOOK_S = 0.5  # unused for so long, a link is looked at before it is used
 PING_S = 20.0  # unused for so long, its node is asked whether it is there

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_driver.routing import Share, split
+from expert_driver.dispatch.routing import Share, split
 
 
 def pairs_of(share: Share) -> list[tuple[int, int]]:

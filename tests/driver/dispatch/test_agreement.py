@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expert_driver.agreement import Agreement, Greeting, Wanted, agree
+from expert_driver.dispatch.agreement import Agreement, Greeting, Wanted, agree
 from expert_network.errors import NetworkMismatch
 from expert_protocol.dtypes import WireDType
 from expert_protocol.greetings import Welcome

@@ -8,9 +8,9 @@ from time import perf_counter
 import mlx.core as mx
 import numpy as np
 
-from expert_driver.gathering import Call, Job, Raw, gather, parts
-from expert_driver.network import Network
-from expert_driver.routing import split
+from expert_driver.dispatch.gathering import Call, Job, Raw, gather, parts
+from expert_driver.dispatch.network import Network
+from expert_driver.dispatch.routing import split
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import ReplyMode
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
-from expert_driver.agreement import Greeting
+from expert_driver.dispatch.agreement import Greeting
 from expert_network.errors import (
     ExpertNetworkError,
     NetworkMismatch,

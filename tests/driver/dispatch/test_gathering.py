@@ -16,12 +16,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from expert_driver import gathering, network
-from expert_driver.agreement import Wanted
-from expert_driver.dispatcher import NetworkExperts
-from expert_driver.links import Link, Opener, link_refusal, refusal
-from expert_driver.network import Network, open_all
-from expert_driver.routing import split
+from expert_driver.dispatch import gathering, network
+from expert_driver.dispatch.agreement import Wanted
+from expert_driver.dispatch.dispatcher import NetworkExperts
+from expert_driver.dispatch.links import Link, Opener, link_refusal, refusal
+from expert_driver.dispatch.network import Network, open_all
+from expert_driver.dispatch.routing import split
 from expert_network.errors import (
     NetworkMismatch,
     NodeClosed,
