@@ -62,6 +62,7 @@ format: $(TOOLS) ## Format the code and mend what the linter can
 
 clean: ## Remove the environments, caches and builds
 	rm -rf .venv .venv-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -f expert_network/kernels/_native.abi3.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A shim may be there without a Python behind it, and Debian's Python may lack venv: so try each.
@@ -76,10 +77,13 @@ $(CREATED):
 	  "Debian and Ubuntu also its -venv package), or name one with PYTHON=/path/to/python." >&2; \
 	exit 1
 
-$(INSTALLED): $(CREATED) pyproject.toml
+# What the installation compiles.
+KERNELS := hatch_build.py $(wildcard expert_network/kernels/*.[ch] expert_network/kernels/isa/*.[ch])
+
+$(INSTALLED): $(CREATED) pyproject.toml $(KERNELS)
 	@$(call install,$(BACKEND))
 	@touch $@
 
-$(TOOLS): $(CREATED) pyproject.toml
+$(TOOLS): $(CREATED) pyproject.toml $(KERNELS)
 	@$(call install,$(BACKEND) dev)
 	@touch $(INSTALLED) $@

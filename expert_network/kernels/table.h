@@ -1,0 +1,22 @@
+/* What is compiled once per instruction set (every source in isa/), and the one that is chosen.
+ *
+ * Sources in isa/ name their functions with ISA(name) and may use what ISA_<set> promises. To add
+ * a function: a member here, and its place in isa/table.c. To add an instruction set: its flags in
+ * hatch_build.py, a line in choose.c, and what differs in a simd_<set>.h. */
+#ifndef EXPERT_NETWORK_TABLE_H
+#define EXPERT_NETWORK_TABLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define PASTE_(a, b) a##_##b
+#define PASTE(a, b) PASTE_(a, b)
+#define ISA(name) PASTE(name, ISA_NAME)
+
+struct kernels {
+    const char *name;
+};
+
+extern const struct kernels *kernels;   /* never NULL; changed by use_isa only */
+
+#endif
