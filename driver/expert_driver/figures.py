@@ -27,6 +27,41 @@ class Timing:
     decode_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class NodeTimes:
+    """One node's part of one dispatch. `sent` and `replied` are perf_counter seconds.
+
+    sent: when its first frame had been handed to the kernel. replied: when its last reply had been
+    read. Microseconds are the node's own, added over its frames; bytes are those at the socket.
+    """
+
+    name: str
+    sent: float
+    replied: float
+    queue_us: int
+    compute_us: int
+    out_bytes: int
+    in_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchTimes:
+    """When one dispatch of `rows` rows was where, in perf_counter seconds.
+
+    entered: when it was asked for. evaluated: when its rows, ids and weights were known, which is
+    when the attention before it had been computed. sent: when all nodes had been asked. done: when
+    all replies were there. `nodes` are those that had a part in it, in the order of the roster.
+    """
+
+    layer: int
+    rows: int
+    entered: float
+    evaluated: float
+    sent: float
+    done: float
+    nodes: tuple[NodeTimes, ...]
+
+
 @dataclass
 class NodeFigures:
     """One node's part. Bytes are counted at the socket; microseconds are the node's own."""

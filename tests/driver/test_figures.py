@@ -55,7 +55,7 @@ def test_reset_starts_anew() -> None:
     assert figures == NetworkFigures("sum", "bf16", 2, [NodeFigures("a")])
 
 
-@pytest.mark.parametrize("module", ["figures", "network", "gathering", "demo"])
+@pytest.mark.parametrize("module", ["figures", "dispatch.network", "dispatch.gathering", "demo"])
 def test_no_mlx_for_what_computes_nothing(module: str) -> None:
     """Figures, links and the demo's words are there before MLX is, or without it."""
     code = f"import sys, expert_driver.{module}; sys.exit('mlx.core' in sys.modules)"

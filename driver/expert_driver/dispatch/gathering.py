@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 import numpy.typing as npt
 
 from expert_driver.dispatch.links import Link
 from expert_driver.dispatch.routing import Share
-from expert_driver.figures import NodeFigures
+from expert_driver.figures import NodeFigures, NodeTimes
 from expert_network.errors import NodeError, NodeRefused, NodeTimeout
 from expert_protocol.dtypes import WireDType, finite
 from expert_protocol.frames import Dispatch, Reply, ReplyMode, Working, rows_that_fit
@@ -70,11 +70,17 @@ class Job:
     silent_at: float = 0.0
     late_at: float = 0.0
     traffic: tuple[int, int] = (0, 0)
+    #: For NodeTimes.
+    sent: float = 0.0
+    replied: float = 0.0
+    spent_us: tuple[int, int] = (0, 0)
+    moved: tuple[int, int] = (0, 0)
 
     def send(self) -> bool:
         """Send the first part that waits; False, since its reply is owed."""
         self.late_at, self.traffic = monotonic() + LIMIT_S, self.link.traffic
         self.link.dispatch(self.call.dispatch(self.waiting[0], self.dtype), SILENCE_S)
+        self.sent = self.sent or perf_counter()
         self.silent_at = monotonic() + SILENCE_S
         return False
 
@@ -106,8 +112,17 @@ class Job:
         figures.queue_us += reply.queue_us
         figures.compute_us += reply.compute_us
         sent, received = self.link.traffic
-        figures.sent += sent - self.traffic[0]
-        figures.received += received - self.traffic[1]
+        out, back = sent - self.traffic[0], received - self.traffic[1]
+        figures.sent += out
+        figures.received += back
+        self.replied = perf_counter()
+        self.spent_us = self.spent_us[0] + reply.queue_us, self.spent_us[1] + reply.compute_us
+        self.moved = self.moved[0] + out, self.moved[1] + back
+
+    @property
+    def times(self) -> NodeTimes:
+        """What it took, once nothing more is owed."""
+        return NodeTimes(self.link.name, self.sent, self.replied, *self.spent_us, *self.moved)
 
     @property
     def deadline(self) -> float:
@@ -140,39 +155,46 @@ def parts(share: Share, link: Link, call: Call, dtype: WireDType) -> deque[Share
     return deque(share.part(start, start + rows) for start in range(0, len(share.rows), rows))
 
 
-def gather(jobs: Sequence[Job]) -> None:
-    """Send all jobs and take all replies.
+class Gathering:
+    """All jobs of one dispatch, sent: those that are owed a reply, by descriptor.
 
     If a node fails the others may still reply for GRACE_S; then the first failure is raised. Links
     that failed or still owe a reply are closed, also when an interrupt breaks this off.
     """
-    gathering = _Gathering()
-    try:
-        for job in jobs:
-            gathering.begin(job)
-        gathering.finish()
-    finally:
-        gathering.abandon()
-    if gathering.failed:
-        raise gathering.failed[0]
 
-
-class _Gathering:
-    """The jobs that are owed a reply, by descriptor, and the failures in the order they came."""
-
-    def __init__(self) -> None:
+    def __init__(self, jobs: Sequence[Job]) -> None:
         self._owing: dict[int, Job] = {}
         self._poll = select.poll()
         self._over_at = float("inf")
-        self.failed: list[NodeError] = []
+        self._failed: list[NodeError] = []
+        try:
+            for job in jobs:
+                self._begin(job)
+        except BaseException:
+            self.abandon()
+            raise
 
-    def begin(self, job: Job) -> None:
+    def finish(self) -> None:
+        """Take all replies. Raises NodeError, also when called again after it has failed."""
+        try:
+            self._take_all()
+        finally:
+            self.abandon()
+        if self._failed:
+            raise self._failed[0]
+
+    def abandon(self) -> None:
+        """Close the links that still owe a reply."""
+        for job in self._owing.values():
+            job.link.close()
+
+    def _begin(self, job: Job) -> None:
         descriptor = job.link.fileno()
         self._owing[descriptor] = job
         self._poll.register(descriptor, select.POLLIN)
         self._try(descriptor, job.send)
 
-    def finish(self) -> None:
+    def _take_all(self) -> None:
         while self._owing and (now := monotonic()) < self._over_at:
             for descriptor in self._arrived(now):
                 if self._try(descriptor, partial(self._owing[descriptor].take, self._left())):
@@ -181,11 +203,7 @@ class _Gathering:
 
     def _left(self) -> float | None:
         """Seconds for a frame to be complete, once a node has failed."""
-        return None if not self.failed else max(0.0, self._over_at - monotonic())
-
-    def abandon(self) -> None:
-        for job in self._owing.values():
-            job.link.close()
+        return None if not self._failed else max(0.0, self._over_at - monotonic())
 
     def _arrived(self, now: float) -> list[int]:
         """Descriptors with something to read, waiting until the next deadline for one."""
@@ -214,7 +232,7 @@ class _Gathering:
 
     def _fail(self, descriptor: int, error: NodeError) -> None:
         self._forget(descriptor)
-        self.failed.append(error)
+        self._failed.append(error)
         self._over_at = min(self._over_at, monotonic() + GRACE_S)
 
     def _forget(self, descriptor: int) -> None:

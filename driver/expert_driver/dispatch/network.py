@@ -8,7 +8,7 @@ from time import monotonic
 
 from expert_driver.dispatch.agreement import Agreement, Wanted, agree
 from expert_driver.dispatch.links import Link
-from expert_driver.figures import NetworkFigures, NodeFigures
+from expert_driver.figures import DispatchTimes, NetworkFigures, NodeFigures
 
 LOOK_S = 0.5  # unused for so long, a link is looked at before it is used
 PING_S = 20.0  # unused for so long, its node is asked whether it is there
@@ -18,6 +18,7 @@ class Network:
     """Links to all nodes, in the order of their roster. Used by one thread.
 
     `ready` is to be called before every use: it opens what is closed again, with all checks.
+    `observer` is told of every dispatch that all nodes have replied to.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Network:
         self._links: dict[str, Link] = {}
         self._used = monotonic()
         self.links: list[Link] = []
+        self.observer: Callable[[DispatchTimes], None] | None = None
         mode = "exact" if wanted.exact else "sum"
         self.figures = NetworkFigures(mode, wanted.wire.label, len(wanted.shape), [])
         self.agreement: Agreement = self._reopen()

@@ -18,10 +18,11 @@ import pytest
 
 from expert_driver.dispatch import gathering, network
 from expert_driver.dispatch.agreement import Wanted
-from expert_driver.dispatch.dispatcher import NetworkExperts
+from expert_driver.dispatch.dispatcher import Finish, NetworkExperts
 from expert_driver.dispatch.links import Link, Opener, link_refusal, refusal
 from expert_driver.dispatch.network import Network, open_all
 from expert_driver.dispatch.routing import split
+from expert_driver.figures import DispatchTimes
 from expert_network.errors import (
     NetworkMismatch,
     NodeClosed,
@@ -216,6 +217,57 @@ def test_figures_are_counted(experts: NetworkExperts) -> None:
     sent = sum(node.sent for node in figures.nodes)
     received = sum(node.received for node in figures.nodes)
     assert 0 < figures.single_bytes < sent + received
+
+
+def begun(experts: NetworkExperts, rows: int) -> Finish:
+    x, ids, weights = mx.array(X[:rows]), mx.array(IDS[:rows]), mx.array(WEIGHTS[:rows])
+    return experts.begin_sum(LAYER, x, ids, weights)
+
+
+def test_dispatches_that_overlap(experts: NetworkExperts) -> None:
+    """Two dispatches may be begun before either is waited for, in any order."""
+    for first, second in ((1, 6), (6, 1)):
+        waiting = {rows: begun(experts, rows) for rows in (first, second)}
+        outputs = experts.begin_outputs(LAYER, mx.array(X), mx.array(IDS))
+        for rows in (6, 1):
+            np.testing.assert_allclose(np.array(waiting[rows]()), SUM[:rows], rtol=1e-5)
+        assert np.array_equal(np.array(outputs()), OUTPUTS)
+
+
+def test_each_dispatch_raises_its_own_failure(
+    pair: list[FakeNode], experts: NetworkExperts
+) -> None:
+    """A dispatch that failed while another was begun raises when it is waited for itself."""
+    failing(pair[1], lambda link, dispatch: link.sock.close())
+    first, second = begun(experts, 6), begun(experts, 1)
+    with pytest.raises(NodeClosed):
+        first()
+    np.testing.assert_allclose(np.array(second()), SUM[:1], rtol=1e-5)
+
+
+def test_what_is_abandoned_is_owed_no_more(pair: list[FakeNode], experts: NetworkExperts) -> None:
+    """The links on which replies are owed are closed, and opened again for the next dispatch."""
+    for node in pair:
+        failing(node, lambda link, dispatch: None)
+    begun(experts, 6)
+    experts.abandon()
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+    assert [len(node.links) for node in pair] == [2, 2]
+
+
+def test_an_observer_sees_when_and_how_much(pair: list[FakeNode], experts: NetworkExperts) -> None:
+    """The observer is told each dispatch's times in their order, and its nodes' figures."""
+    seen: list[DispatchTimes] = []
+    experts._network.observer = seen.append
+    summed(experts)
+    (times,) = seen
+    assert (times.layer, times.rows) == (LAYER, 6)
+    assert times.entered <= times.evaluated <= times.sent <= times.done
+    assert [node.name for node in times.nodes] == ["a", "b"]
+    for node, figures in zip(times.nodes, experts._network.figures.nodes, strict=True):
+        assert times.evaluated <= node.sent <= node.replied <= times.done
+        assert (node.queue_us, node.compute_us) == (3, 50)
+        assert (node.out_bytes, node.in_bytes) == (figures.sent, figures.received)
 
 
 # What is wrong
