@@ -33,12 +33,13 @@ from expert_network.errors import (
 from expert_network.net.stream import SEND_TIMEOUT, FrameStream
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Hello, ReplyMode, reply_size
+from expert_protocol.header import VERSION
 from expert_roster.roster import Roster
 from tests.driver.fakes import DIGEST, HIDDEN, FakeLink, FakeNode, answer, computed
 
 SHAPE = [(3, 8)]
 LAYER = 3
-HELLO = Hello(1, DIGEST, None, 0, (WireDType.F32,), "fake", False)
+HELLO = Hello(VERSION, DIGEST, None, 0, (WireDType.F32,), "fake", False)
 WANTED = Wanted(DIGEST, SHAPE, "float32", False, WireDType.F32, row_bytes=72)
 
 X = np.random.default_rng(5).normal(size=(6, HIDDEN)).astype(np.float32)
