@@ -11,12 +11,17 @@ error. Both ends keep the same state, so one end's sending is the other's receiv
 not send raises LocalProtocolError and changes nothing. What the peer may not send raises
 RemoteProtocolError and ends the link: only one `refuse` can follow.
 
+Up to MAX_OUTSTANDING dispatches may wait for their answers at a time. They are answered in the
+order in which they were sent, so REPLY, ERROR and WORKING are always about the oldest, and carry
+its sequence number. WAITING ends with the last of them.
+
 A connection has no lock. A node that sends WORKING from another thread than its replies holds one
 lock around `working` and `reply`, each with the sending of its buffers.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -57,6 +62,7 @@ from expert_protocol.frames import (
 from expert_protocol.header import (
     HEADER_SIZE,
     MAX_HIDDEN,
+    MAX_OUTSTANDING,
     MAX_PAYLOAD,
     MAX_ROWS,
     MAX_U32,
@@ -94,12 +100,13 @@ DRIVER_SENDS: Table = {
         Kind.PING: State.PINGED,
         Kind.GOODBYE: State.CLOSED,
     },
-    State.WAITING: {Kind.GOODBYE: State.CLOSED},
+    State.WAITING: {Kind.DISPATCH: State.WAITING, Kind.GOODBYE: State.CLOSED},
     State.PINGED: {Kind.GOODBYE: State.CLOSED},
     State.CLOSED: {},
     State.FAILED: {Kind.GOODBYE: State.CLOSED},
 }
 
+# While more dispatches are outstanding, a REPLY or ERROR leaves the link WAITING instead of IDLE.
 # An ERROR about the link itself (sequence 0), or with one of FATAL's codes, closes it whatever
 # stands here.
 NODE_SENDS: Table = {
@@ -144,6 +151,26 @@ class _Limits:
     dtypes: tuple[WireDType, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """A dispatch or ping that the driver has no answer to.
+
+    repeats: epoch, layer, dtype, mode and rows of the REPLY, and size: its payload's bytes.
+    """
+
+    sequence: int
+    repeats: tuple[int, ...] = ()
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A dispatch or ping that the node has not answered; pairs: of a dispatch."""
+
+    header: Header
+    pairs: int = 0
+
+
 class _Connection(Generic[E]):
     """What both ends share: feeding, order, closing."""
 
@@ -160,6 +187,11 @@ class _Connection(Generic[E]):
     def state(self) -> State:
         """Where the link stands."""
         return self._state
+
+    @property
+    def outstanding(self) -> int:
+        """How many dispatches and pings are not answered yet, as far as this end knows."""
+        raise NotImplementedError
 
     @property
     def closed(self) -> bool:
@@ -208,10 +240,14 @@ class _Connection(Generic[E]):
 
     def _next(self, header: Header, event: E) -> State:
         """The state after `event`."""
-        state = self._receives[self._state][header.kind]
+        state = self._after(self._receives[self._state][header.kind])
         if isinstance(event, ErrorReply):
             return _after_error(state, event.code, header.sequence)
         return state
+
+    def _after(self, state: State) -> State:
+        """The state that a cell of the tables means while dispatches may still be owed."""
+        return State.WAITING if state is State.IDLE and self.outstanding else state
 
     def _may_send(self, kind: Kind) -> State:
         """The state after sending `kind`. Raises LocalProtocolError if it may not go now."""
@@ -249,7 +285,7 @@ class _Connection(Generic[E]):
 
 
 class DriverConnection(_Connection[DriverEvent]):
-    """The driver's end: greets, then has one dispatch or ping outstanding at a time.
+    """The driver's end: greets, then has a few dispatches or one ping outstanding at a time.
 
     hidden: the row length of a layer; LookupError or 0 for a layer without experts.
     """
@@ -257,10 +293,13 @@ class DriverConnection(_Connection[DriverEvent]):
     def __init__(self, hidden: Callable[[int], int]) -> None:
         super().__init__(DRIVER_SENDS, NODE_SENDS, hidden)
         self._sequence = 0
-        self._repeats = (0, 0, 0, 0, 0)
-        self._reply_size = 0
+        self._owed: deque[_Owed] = deque()
         self._max_reply = MAX_PAYLOAD
         self._limits = _Limits(0, 0, ())
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._owed)
 
     def hello(self, hello: Hello) -> list[Buffer]:
         """The first frame."""
@@ -273,21 +312,26 @@ class DriverConnection(_Connection[DriverEvent]):
     def dispatch(self, dispatch: Dispatch) -> list[Buffer]:
         """Ask for one layer's rows. Its arrays must not change until the buffers are sent."""
         state = self._may_send(Kind.DISPATCH)
+        if len(self._owed) >= MAX_OUTSTANDING:
+            raise LocalProtocolError(f"{MAX_OUTSTANDING} dispatches are outstanding, the limit")
         sequence = _following(self._sequence)
         frame = encode_dispatch(dispatch, sequence)
         size = self._check_limits(dispatch)
-        self._sequence, self._reply_size = sequence, size
-        self._repeats = (
+        self._sequence = sequence
+        repeats = (
             dispatch.epoch, dispatch.layer, dispatch.dtype, dispatch.mode, len(dispatch.rows),
         )  # fmt: skip
+        self._owed.append(_Owed(sequence, repeats, size))
         self._move(state)
         return frame
 
     def _check_limits(self, dispatch: Dispatch) -> int:
         """The size of the reply, if neither end would refuse this dispatch for its size."""
-        (rows, hidden), pairs, limits = dispatch.rows.shape, dispatch.ids.size, self._limits
-        if hidden != self._hidden_of(dispatch.layer):
-            raise LocalProtocolError(f"layer {dispatch.layer} has no rows of {hidden} values")
+        (rows, columns), pairs, limits = dispatch.rows.shape, dispatch.ids.size, self._limits
+        hidden = self._hidden_of(dispatch.layer)
+        if columns != dispatch.dtype.columns(hidden):
+            shape = f"{columns} columns of {dispatch.dtype.label}"
+            raise LocalProtocolError(f"layer {dispatch.layer} has no rows of {shape}")
         asked = dispatch_size(rows, pairs, hidden, dispatch.dtype)
         answered = reply_size(rows, pairs, hidden, dispatch.mode, dispatch.dtype)
         if rows > limits.max_rows or asked > limits.max_payload or answered > self._max_reply:
@@ -301,6 +345,7 @@ class DriverConnection(_Connection[DriverEvent]):
         """Ask whether the node is there."""
         state = self._may_send(Kind.PING)
         self._sequence = _following(self._sequence)
+        self._owed.append(_Owed(self._sequence))
         self._move(state)
         return encode_ping(self._sequence)
 
@@ -311,26 +356,29 @@ class DriverConnection(_Connection[DriverEvent]):
     def _check(self, header: Header) -> None:
         if header.kind is Kind.PING and not header.flags:
             raise RemoteProtocolError("a node answers a PING and never sends one")
-        owed = self._state in (State.WAITING, State.PINGED)
-        awaited = self._sequence if owed and header.kind is not Kind.GOODBYE else 0
+        answers = self._owed and header.kind is not Kind.GOODBYE
+        awaited = self._owed[0].sequence if answers else 0
         about_link = header.kind is Kind.ERROR and not header.sequence
         if header.sequence != awaited and not about_link:
-            problem = f"a {header.kind.name} answers {header.sequence}; {awaited} is outstanding"
+            problem = f"a {header.kind.name} answers {header.sequence}; {awaited} is the next due"
             raise RemoteProtocolError(problem)
         if header.kind is Kind.REPLY:
             self._check_reply(header)
 
     def _check_reply(self, header: Header) -> None:
-        if header[4:9] != self._repeats:  # epoch, layer, dtype, mode, rows
+        owed = self._owed[0]
+        if header[4:9] != owed.repeats:  # epoch, layer, dtype, mode, rows
             raise RemoteProtocolError("a REPLY differs from its DISPATCH in what it must repeat")
-        if header.length != self._reply_size:
-            problem = f"a REPLY of {header.length} bytes where {self._reply_size} are due"
+        if header.length != owed.size:
+            problem = f"a REPLY of {header.length} bytes where {owed.size} are due"
             raise RemoteProtocolError(problem)
 
     def _decode(self, header: Header, payload: memoryview | bytes) -> DriverEvent:
         match header.kind:
             case Kind.REPLY:
-                return decode_reply(header, payload, self._hidden(header.layer))
+                reply = decode_reply(header, payload, self._hidden(header.layer))
+                self._owed.popleft()
+                return reply
             case Kind.WORKING:
                 return Working()
             case Kind.WELCOME:
@@ -338,8 +386,12 @@ class DriverConnection(_Connection[DriverEvent]):
                 self._limits = _Limits(welcome.max_rows, welcome.max_payload, welcome.dtypes)
                 return welcome
             case Kind.ERROR:
-                return decode_error(header, payload)
+                error = decode_error(header, payload)
+                if header.sequence:
+                    self._owed.popleft()
+                return error
             case Kind.PING:
+                self._owed.popleft()
                 return Pong()
             case _:
                 return decode_goodbye(payload)
@@ -354,11 +406,14 @@ class NodeConnection(_Connection[NodeEvent]):
     def __init__(self, hidden: Callable[[int], int]) -> None:
         super().__init__(NODE_SENDS, DRIVER_SENDS, hidden)
         self._sequence = 0
-        #: The dispatch that is owed a reply, and its number of pairs.
-        self._request: Header | None = None
+        self._requests: deque[_Request] = deque()
         self._pairs = 0
         self._max_reply = MAX_PAYLOAD
         self._limits = _Limits(MAX_ROWS, MAX_PAYLOAD, ())
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._requests)
 
     def welcome(self, welcome: Welcome) -> list[Buffer]:
         """Accept the HELLO. `welcome`'s limits hold from here on."""
@@ -369,38 +424,41 @@ class NodeConnection(_Connection[NodeEvent]):
         return frame
 
     def reply(self, reply: Reply) -> list[Buffer]:
-        """Answer the dispatch. `reply.data` must not change until the buffers are sent."""
+        """Answer the oldest dispatch. `reply.data` must not change until the buffers are sent."""
         state = self._may_send(Kind.REPLY)
-        request = self._request
-        assert request is not None
-        count = self._pairs if request.mode is ReplyMode.EXACT else request.rows
-        due = (request.mode, request.dtype, (count, self._hidden(request.layer)))
+        request, pairs = self._requests[0].header, self._requests[0].pairs
+        count = pairs if request.mode is ReplyMode.EXACT else request.rows
+        columns = request.dtype.columns(self._hidden(request.layer))
+        due = (request.mode, request.dtype, (count, columns))
         if (reply.mode, reply.dtype, reply.data.shape) != due:
             given = (reply.mode, reply.dtype, reply.data.shape)
             raise LocalProtocolError(f"a reply of {given} where {due} is due")
         frame = encode_reply(reply, request)
-        self._move(state)
+        self._requests.popleft()
+        self._move(self._after(state))
         return frame
 
     def error(self, code: ErrorCode, message: str) -> list[Buffer]:
-        """Refuse the dispatch that is outstanding; without one, refuse the link and close it.
+        """Refuse the oldest dispatch; without one, refuse the link and close it.
 
         PROTOCOL, VERSION and TOO_LARGE close it in any case.
         """
         state = self._may_send(Kind.ERROR)
-        sequence = self._sequence if self._state is State.WAITING else 0
-        self._move(_after_error(state, code, sequence))
+        sequence = 0
+        if self._state is State.WAITING:
+            sequence = self._requests.popleft().header.sequence
+        self._move(_after_error(self._after(state), code, sequence))
         return encode_error(ErrorReply(code, message), sequence)
 
     def working(self) -> list[Buffer]:
-        """Say that the outstanding dispatch is still computed."""
+        """Say that the oldest dispatch is still computed."""
         self._may_send(Kind.WORKING)
-        return encode_working(self._sequence)
+        return encode_working(self._requests[0].header.sequence)
 
     def pong(self) -> list[Buffer]:
         """Answer a Ping."""
         self._move(self._may_send(Kind.PING))
-        return encode_pong(self._sequence)
+        return encode_pong(self._requests.popleft().header.sequence)
 
     def refuse(self, error: RemoteProtocolError) -> list[Buffer]:
         """What may still be sent after `feed` raised `error`: an ERROR with its code."""
@@ -415,6 +473,8 @@ class NodeConnection(_Connection[NodeEvent]):
             problem = f"a {header.kind.name} has sequence {header.sequence} where {due} is due"
             raise RemoteProtocolError(problem)
         if header.kind is Kind.DISPATCH:
+            if len(self._requests) >= MAX_OUTSTANDING:
+                raise RemoteProtocolError(f"more than {MAX_OUTSTANDING} dispatches are outstanding")
             self._check_dispatch(header)
 
     def _check_dispatch(self, header: Header) -> None:
@@ -438,10 +498,12 @@ class NodeConnection(_Connection[NodeEvent]):
         match header.kind:
             case Kind.DISPATCH:
                 dispatch = decode_dispatch(header, payload, self._hidden(header.layer))
-                self._sequence, self._request = header.sequence, header
+                self._sequence = header.sequence
+                self._requests.append(_Request(header, self._pairs))
                 return dispatch
             case Kind.PING:
                 self._sequence = header.sequence
+                self._requests.append(_Request(header))
                 return Ping()
             case Kind.HELLO:
                 hello = decode_hello(payload)

@@ -29,6 +29,7 @@ from expert_protocol.header import (
     MAX_PAYLOAD,
     MAX_ROWS,
     MAX_U32,
+    PRECISE_FLAG,
     Buffer,
     ErrorCode,
     Header,
@@ -98,8 +99,9 @@ _PAIR = 6
 class Dispatch:
     """One node's part of one MoE layer.
 
-    rows: raw (R, D), offsets: u32 (R + 1), ids: u16 (P), weights: f32 (P). Row r goes to the
-    experts ids[offsets[r]:offsets[r + 1]], at least one.
+    rows: raw (R, columns(D)), offsets: u32 (R + 1), ids: u16 (P), weights: f32 (P). Row r goes to
+    the experts ids[offsets[r]:offsets[r + 1]], at least one. precise: with float32 activations;
+    EXACT always is.
     """
 
     layer: int
@@ -110,11 +112,15 @@ class Dispatch:
     offsets: NDArray[np.uint32]
     ids: NDArray[np.uint16]
     weights: NDArray[np.float32]
+    precise: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """data: raw (R, D) for SUM, (P, D) in the dispatch's pair order for EXACT. Microseconds."""
+    """data: raw (R, columns(D)) for SUM, (P, columns(D)) in the dispatch's pair order for EXACT.
+
+    Times in microseconds.
+    """
 
     mode: ReplyMode
     dtype: WireDType
@@ -132,7 +138,7 @@ def rows_that_fit(
     max_payload: int = MAX_PAYLOAD,
 ) -> int:
     """How many rows one dispatch may carry so that neither it nor its reply is too large."""
-    row = hidden * dtype.itemsize
+    row = dtype.row_bytes(hidden)
     asked = (max_payload - 4) // (row + 4 + _PAIR * pairs_per_row)
     answered = (max_payload - _TIMES.size) // (row * (pairs_per_row if mode else 1))
     return max(1, min(max_rows, asked, answered, MAX_PAIRS // pairs_per_row))
@@ -140,12 +146,12 @@ def rows_that_fit(
 
 def dispatch_size(rows: int, pairs: int, hidden: int, dtype: WireDType) -> int:
     """Payload bytes of a dispatch of `rows` rows and `pairs` pairs."""
-    return rows * (hidden * dtype.itemsize + 4) + 4 + _PAIR * pairs
+    return rows * (dtype.row_bytes(hidden) + 4) + 4 + _PAIR * pairs
 
 
 def reply_size(rows: int, pairs: int, hidden: int, mode: ReplyMode, dtype: WireDType) -> int:
     """Payload bytes of the reply to a dispatch of `rows` rows and `pairs` pairs."""
-    return _TIMES.size + (pairs if mode else rows) * hidden * dtype.itemsize
+    return _TIMES.size + (pairs if mode else rows) * dtype.row_bytes(hidden)
 
 
 # DISPATCH: rows, offsets, ids, weights
@@ -160,6 +166,7 @@ def encode_dispatch(dispatch: Dispatch, sequence: int) -> list[Buffer]:
     return encode_frame(
         Kind.DISPATCH,
         (rows.data, offsets.data, ids.data, weights.data),
+        flags=PRECISE_FLAG if dispatch.precise else 0,
         sequence=sequence,
         epoch=dispatch.epoch,
         layer=dispatch.layer,
@@ -171,8 +178,11 @@ def encode_dispatch(dispatch: Dispatch, sequence: int) -> list[Buffer]:
 
 def _dispatch_problem(dispatch: Dispatch) -> str | None:
     rows, offsets, ids, weights = dispatch.rows, dispatch.offsets, dispatch.ids, dispatch.weights
-    if rows.ndim != 2 or not 0 < rows.shape[0] <= MAX_ROWS or not 0 < rows.shape[1] <= MAX_HIDDEN:
+    most = dispatch.dtype.columns(MAX_HIDDEN)
+    if rows.ndim != 2 or not 0 < rows.shape[0] <= MAX_ROWS or not 0 < rows.shape[1] <= most:
         return f"rows of shape {rows.shape}"
+    if dispatch.mode and dispatch.dtype is WireDType.INT8:
+        return "int8 rows round, and EXACT may not"
     if rows.dtype != dispatch.dtype.raw or offsets.dtype != _U32:
         return f"rows are {rows.dtype} for {dispatch.dtype.label}, offsets {offsets.dtype}"
     if ids.dtype != _U16 or weights.dtype != _F32:
@@ -213,7 +223,8 @@ def decode_dispatch(header: Header, payload: memoryview | bytes, hidden: int) ->
     """Views of `payload`. Raises RemoteProtocolError for a wrong length or offsets."""
     rows, dtype = header.rows, header.dtype
     pairs = dispatch_pairs(header, hidden)
-    at_offsets = rows * hidden * dtype.itemsize
+    columns = dtype.columns(hidden)
+    at_offsets = rows * columns * dtype.raw.itemsize
     at_ids = at_offsets + 4 * (rows + 1)
     offsets = np.frombuffer(payload, _U32, rows + 1, at_offsets)
     problem = _offsets_problem(offsets, pairs)
@@ -224,10 +235,11 @@ def decode_dispatch(header: Header, payload: memoryview | bytes, hidden: int) ->
         header.epoch,
         header.mode,
         dtype,
-        np.frombuffer(payload, dtype.raw, rows * hidden).reshape(rows, hidden),
+        np.frombuffer(payload, dtype.raw, rows * columns).reshape(rows, columns),
         offsets,
         np.frombuffer(payload, _U16, pairs, at_ids),
         np.frombuffer(payload, _F32, pairs, at_ids + 2 * pairs),
+        bool(header.flags),
     )
 
 
@@ -257,10 +269,11 @@ def encode_reply(reply: Reply, request: Header) -> list[Buffer]:
 
 def decode_reply(header: Header, payload: memoryview | bytes, hidden: int) -> Reply:
     """A view of `payload`. Raises RemoteProtocolError unless rows of `hidden` values fill it."""
-    count, odd = divmod(header.length - _TIMES.size, hidden * header.dtype.itemsize)
+    count, odd = divmod(header.length - _TIMES.size, header.dtype.row_bytes(hidden))
     if odd or count < header.rows or (header.mode is ReplyMode.SUM and count != header.rows):
         problem = f"a REPLY of {header.length} bytes cannot hold {header.rows} rows of {hidden}"
         raise RemoteProtocolError(problem)
     queue_us, compute_us = _TIMES.unpack_from(payload)
-    data = np.frombuffer(payload, header.dtype.raw, count * hidden, _TIMES.size)
-    return Reply(header.mode, header.dtype, queue_us, compute_us, data.reshape(count, hidden))
+    columns = header.dtype.columns(hidden)
+    data = np.frombuffer(payload, header.dtype.raw, count * columns, _TIMES.size)
+    return Reply(header.mode, header.dtype, queue_us, compute_us, data.reshape(count, columns))

@@ -20,10 +20,14 @@ from expert_network.errors import LocalProtocolError, RemoteProtocolError
 from expert_protocol.dtypes import WireDType
 
 MAGIC = b"EXPN"
-VERSION = 1
+#: Raised when a peer of the version before would misread, or refuse in the middle of a generation,
+#: what this one may send. 2: PRECISE, and several dispatches outstanding at a time.
+VERSION = 2
 HEADER_SIZE = 32
 #: Bit 0 of the flags of a PING: this one is the answer.
 PONG_FLAG = 1
+#: Bit 0 of the flags of a DISPATCH: compute with float32 activations, whatever the kernels can.
+PRECISE_FLAG = 1
 
 #: DISPATCH and REPLY. 4096 rows of 8192 bf16 values; a longer prefill goes in several dispatches.
 MAX_PAYLOAD = 64 << 20
@@ -41,6 +45,9 @@ MAX_ROWS = 4096
 MAX_HIDDEN = 1 << 17
 #: (row, expert) pairs in a dispatch: 64 for each of 4096 rows. Bounds the work that one asks for.
 MAX_PAIRS = 1 << 18
+#: Dispatches of one link that are not answered yet: a driver that computes the attention of some
+#: chunks of a prompt while nodes have others needs two or three.
+MAX_OUTSTANDING = 8
 MAX_U32 = 0xFFFFFFFF
 
 
@@ -99,6 +106,7 @@ Buffer = bytes | memoryview
 _ALL = struct.Struct("<4sBBHIIHBBHHII")
 _SUMMED = struct.Struct("<4sBBHIIHBBHHI")
 _CRC = struct.Struct("<I")
+_FLAGS = {Kind.PING: PONG_FLAG, Kind.DISPATCH: PRECISE_FLAG}
 _KINDS = {int(kind): kind for kind in Kind}
 _DTYPES = {int(dtype): dtype for dtype in WireDType}
 _MODES = {int(mode): mode for mode in ReplyMode}
@@ -166,7 +174,7 @@ def decode_header(data: memoryview | bytes) -> Header:
         raise RemoteProtocolError(problem, ErrorCode.VERSION)
     if kind is None:
         raise RemoteProtocolError(f"there is no frame of kind {kind_number}")
-    if reserved or (flags and (kind is not Kind.PING or flags != PONG_FLAG)):
+    if reserved or (flags and flags & ~_FLAGS.get(kind, 0)):
         raise RemoteProtocolError(f"a {kind.name} has unknown flags or a reserved field set")
     if length > LIMITS[kind]:
         problem = f"a {kind.name} announces {length} bytes; the limit is {LIMITS[kind]}"
@@ -176,6 +184,8 @@ def decode_header(data: memoryview | bytes) -> Header:
         raise RemoteProtocolError(f"unknown dtype {dtype_number} or reply mode {mode_number}")
     if kind is Kind.DISPATCH or kind is Kind.REPLY:
         _check_rows(kind, rows)
+        if mode and dtype is WireDType.INT8:
+            raise RemoteProtocolError(f"a {kind.name} in EXACT mode of int8 rows, which round")
     elif epoch or layer or dtype or mode or rows:
         raise RemoteProtocolError(f"a {kind.name} sets fields that belong to a dispatch")
     return Header(

@@ -17,6 +17,7 @@ from expert_network.net.stream import FrameStream
 from expert_protocol.connection import NodeConnection, NodeEvent
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import Dispatch, Hello, Ping, Reply, ReplyMode, Welcome
+from expert_protocol.header import VERSION
 from expert_roster.roster import Roster
 
 DIGEST = "a" * 64
@@ -68,7 +69,7 @@ class FakeNode:
     def __init__(self, name: str, roster: str = "a,b", **welcome: Any) -> None:
         whole = Roster.parse(roster)
         fields: dict[str, Any] = {
-            "protocol": 1,
+            "protocol": VERSION,
             "node": name,
             "model_digest": DIGEST,
             "roster": whole.to_wire(),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from expert_driver.status import HEADERS, NodeStatus, as_json, problems, row, shared
+from expert_protocol.header import VERSION
 from expert_roster.roster import Roster
 
 OK = {"status": "ok"}
@@ -18,7 +19,7 @@ def said(name: Any, blocks: Any, roster: str = "a,b", **changes: Any) -> Any:
     return {
         "name": name,
         "software": "0.1.0",
-        "protocol": 1,
+        "protocol": VERSION,
         "model_digest": "a" * 64,
         "roster": whole.to_wire() | {"digest": whole.digest},
         "numerics": "mlx-cpu/x",

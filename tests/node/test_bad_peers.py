@@ -19,7 +19,7 @@ from expert_network.store.reader import Store
 from expert_node.handover import UPGRADE
 from expert_protocol.connection import DriverConnection, DriverEvent
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Reply, Welcome
-from expert_protocol.header import Kind, encode_frame
+from expert_protocol.header import VERSION, Kind, encode_frame
 from expert_roster.rendezvous import partition
 from expert_roster.roster import Roster
 from tests.support.links import DriverLink, dispatch_of, hello_for, linked, raw_link
@@ -52,7 +52,14 @@ def unharmed(node: NodeProcess, store: Store) -> Iterator[None]:
 
 def header(**fields: int) -> bytes:
     """A DISPATCH header with a right checksum and these fields changed."""
-    values = {"magic": 0x4E505845, "version": 1, "kind": 3, "sequence": 1, "rows": 1, "length": 0}
+    values = {
+        "magic": 0x4E505845,
+        "version": VERSION,
+        "kind": 3,
+        "sequence": 1,
+        "rows": 1,
+        "length": 0,
+    }
     values |= fields
     data = (
         values["magic"].to_bytes(4, "little")
@@ -68,7 +75,7 @@ def header(**fields: int) -> bytes:
 
 NONSENSE = [
     pytest.param(header(magic=0x20544547), ErrorCode.PROTOCOL, "GET", id="magic"),
-    pytest.param(header(version=2), ErrorCode.VERSION, "version 2", id="version"),
+    pytest.param(header(version=3), ErrorCode.VERSION, "version 3", id="version"),
     pytest.param(header(kind=99), ErrorCode.PROTOCOL, "kind 99", id="kind"),
     pytest.param(header(length=2**32 - 1), ErrorCode.TOO_LARGE, "4294967295", id="length"),
     pytest.param(header(rows=60000, length=64), ErrorCode.TOO_LARGE, "60000 rows", id="rows"),

@@ -42,7 +42,14 @@ from expert_protocol.frames import (
     encode_welcome,
     encode_working,
 )
-from expert_protocol.header import Buffer, ErrorCode, Kind, decode_header, encode_frame
+from expert_protocol.header import (
+    MAX_OUTSTANDING,
+    Buffer,
+    ErrorCode,
+    Kind,
+    decode_header,
+    encode_frame,
+)
 from tests.support.wire import dispatch, events, facts, greeted, hello, hidden, reply_to, welcome
 
 
@@ -280,11 +287,13 @@ def test_receives_what_the_other_table_says(side: str, state: State, name: str) 
     end, table = (driver, NODE_SENDS) if side == "driver" else (node, DRIVER_SENDS)
     kind = Kind.PING if name == "PONG" else Kind[name]
     allowed = kind in table[state] and name != ("PING" if side == "driver" else "PONG")
+    due = encode_dispatch(dispatch(), 2 if state is State.WAITING else 1)
+    frame = due if name == "DISPATCH" else FRAMES[name]
     if allowed:
-        assert len(events(end, FRAMES[name])) == 1
+        assert len(events(end, frame)) == 1
     else:
         with pytest.raises(RemoteProtocolError, match=kind.name):
-            events(end, FRAMES[name])
+            events(end, frame)
         assert end.state is State.FAILED and end.needs == 0
         with pytest.raises(LocalProtocolError):
             end.feed(FRAMES["GOODBYE"][0])
@@ -316,7 +325,7 @@ def test_only_the_outstanding_dispatch_is_answered(name: str, sequence: int) -> 
     if name == "ERROR" and sequence == 0:
         assert len(events(driver, frames[name])) == 1 and driver.closed
         return
-    with pytest.raises(RemoteProtocolError, match=f"{sequence}; 2 is outstanding"):
+    with pytest.raises(RemoteProtocolError, match=f"{sequence}; 2 is the next due"):
         events(driver, frames[name])
 
 
@@ -359,6 +368,80 @@ def test_a_dispatch_out_of_sequence_is_refused(sequence: int) -> None:
     events(driver, node.pong())
     with pytest.raises(RemoteProtocolError, match="where 2 is due"):
         events(node, encode_dispatch(dispatch(), sequence))
+
+
+# Several dispatches outstanding
+
+
+def test_dispatches_are_answered_in_their_order() -> None:
+    """REPLY, WORKING and ERROR are about the oldest dispatch, and the link waits for the last."""
+    driver, node = greeted()
+    asked = [dispatch((1,) * rows, layer=rows) for rows in (1, 2, 3)]
+    for each in asked:
+        events(node, driver.dispatch(each))
+    assert driver.outstanding == node.outstanding == 3
+    (answer,) = events(driver, node.reply(reply_to(asked[0])))
+    assert facts(answer) == facts(reply_to(asked[0]))
+    working = node.working()
+    assert decode_header(working[0]).sequence == 2
+    assert events(driver, working) == [Working()]
+    assert len(events(driver, node.error(ErrorCode.BAD_VALUES, "no"))) == 1
+    assert driver.state is node.state is State.WAITING
+    with pytest.raises(LocalProtocolError, match="due"):
+        node.reply(reply_to(asked[0]))
+    (answer,) = events(driver, node.reply(reply_to(asked[2])))
+    assert facts(answer) == facts(reply_to(asked[2]))
+    assert driver.state is node.state is State.IDLE
+    assert driver.outstanding == node.outstanding == 0
+
+
+def test_a_dispatch_may_cross_a_reply() -> None:
+    """The driver sends its second while the first one's reply is under way."""
+    driver, node = greeted()
+    first, second = dispatch((1,)), dispatch((2, 1))
+    events(node, driver.dispatch(first))
+    answer, frame = node.reply(reply_to(first)), driver.dispatch(second)
+    assert (driver.state, node.state) == (State.WAITING, State.IDLE)
+    events(driver, answer)
+    events(node, frame)
+    assert driver.state is node.state is State.WAITING
+    (got,) = events(driver, node.reply(reply_to(second)))
+    assert facts(got) == facts(reply_to(second))
+
+
+def test_a_reply_out_of_order_is_refused() -> None:
+    """The second dispatch's reply is not taken for the first one's, nor before it."""
+    driver, node = greeted()
+    for _ in range(2):
+        events(node, driver.dispatch(dispatch()))
+    early = encode_reply(reply_to(dispatch()), decode_header(encode_dispatch(dispatch(), 2)[0]))
+    with pytest.raises(RemoteProtocolError, match="answers 2; 1 is the next due"):
+        driver.feed(early[0])
+
+
+def test_dispatches_beyond_the_limit() -> None:
+    """The ninth unanswered dispatch is not sent, and refused if it comes."""
+    driver, node = greeted()
+    for _ in range(MAX_OUTSTANDING):
+        events(node, driver.dispatch(dispatch()))
+    with pytest.raises(LocalProtocolError, match=str(MAX_OUTSTANDING)):
+        driver.dispatch(dispatch())
+    assert driver.state is State.WAITING
+    with pytest.raises(RemoteProtocolError, match=str(MAX_OUTSTANDING)):
+        node.feed(encode_dispatch(dispatch(), MAX_OUTSTANDING + 1)[0])
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_precise(precise: bool) -> None:
+    """PRECISE arrives as it was sent, and is no part of the reply."""
+    driver, node = greeted()
+    frame = driver.dispatch(dispatch(precise=precise))
+    assert decode_header(frame[0]).flags == precise
+    (got,) = events(node, frame)
+    assert got.precise is precise
+    answer = node.reply(reply_to(got))
+    assert decode_header(answer[0]).flags == 0
+    assert len(events(driver, answer)) == 1
 
 
 # Limits that the greeting set
@@ -411,7 +494,7 @@ def test_a_layer_of_absurd_width_is_refused(size: int) -> None:
         (welcome(max_payload=40), dispatch((4,)), "too many"),
         (welcome(), dispatch((9,), mode=ReplyMode.EXACT), "too many"),
         (welcome(dtypes=(WireDType.F32,)), dispatch(), "bf16"),
-        (welcome(), dispatch(width=4), "4 values"),
+        (welcome(), dispatch(width=4), "4 columns"),
         (welcome(), dispatch(layer=9), "layer 9"),
     ],
 )
@@ -457,19 +540,19 @@ def test_a_wrong_number_of_bytes_is_our_fault() -> None:
 
 
 def test_another_version_is_answered_so_that_it_is_understood() -> None:
-    """A HELLO of version 2 gets an ERROR that names both versions, and any version can read it."""
+    """A HELLO of version 3 gets an ERROR that names both versions, and any version can read it."""
     node = NodeConnection(hidden)
     head = bytes(FRAMES["HELLO"][0])
     with pytest.raises(RemoteProtocolError) as caught:
-        node.feed(head[:4] + b"\x02" + head[5:])
+        node.feed(head[:4] + b"\x03" + head[5:])
     driver = DriverConnection(hidden)
     driver.hello(hello())
     (event,) = events(driver, node.refuse(caught.value))
     assert event.code is ErrorCode.VERSION
-    assert "version 2" in event.message and "version 1" in event.message
+    assert "version 3" in event.message and "version 2" in event.message
 
 
-@pytest.mark.parametrize("version", [2, 255])
+@pytest.mark.parametrize("version", [1, 255])
 def test_the_error_of_another_version_is_understood(version: int) -> None:
     """An ERROR from a node of another version arrives as an event, with its sentence."""
     driver = DriverConnection(hidden)

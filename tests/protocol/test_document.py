@@ -50,9 +50,9 @@ def raw(*rows: list[float]) -> Any:
     return BF16.encode(np.array(rows, np.float32))
 
 
-HELLO = Hello(1, MODEL, ROSTER, 0, (BF16, F32), NUMERICS, False, 64 << 20)
+HELLO = Hello(header.VERSION, MODEL, ROSTER, 0, (BF16, F32), NUMERICS, False, 64 << 20)
 WELCOME = Welcome(
-    protocol=1,
+    protocol=header.VERSION,
     node="a",
     model_digest=MODEL,
     roster={"nodes": [["a", 1.0], ["b", 2.0]], "replicas": 1, "epoch": 0},
@@ -116,6 +116,17 @@ def test_examples(story: list[tuple[str, str, Send, object]]) -> None:
         receiver = node if sender == "driver" else driver
         (event,) = events(receiver, [example(name)])
         assert facts(event) == facts(expected), name
+
+
+def test_int8_example() -> None:
+    """The row of the example travels as the bytes below it."""
+    (block,) = re.findall(r"```int8\n(.*?)```", TEXT, re.DOTALL)
+    lines = [line.partition(";")[0].split() for line in block.splitlines()]
+    row = np.array([float(word) for line in lines[:5] for word in line], np.float32)
+    assert len(row) == 66
+    encoded = WireDType.INT8.encode(row)
+    assert encoded.tobytes() == bytes.fromhex("".join(word for line in lines[5:] for word in line))
+    assert WireDType.INT8.decode(encoded)[[0, 1]].tolist() == [127, -64]
 
 
 def test_every_kind_has_an_example() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_protocol.dtypes import Float32Array, WireDType, finite
+from expert_protocol.dtypes import BLOCK, Float32Array, WireDType, finite
 
 EDGES = [
     0x00000000, 0x80000000,  # zeros
@@ -104,6 +105,81 @@ def test_f16_overflow_becomes_infinite() -> None:
     assert not finite(raw, WireDType.F16)
 
 
+# int8
+
+
+def near_bf16(value: Fraction) -> Fraction:
+    """The nearest bfloat16 of a positive number, ties to even, by whole numbers alone."""
+    exponent = math.floor(math.log2(value)) - 7
+    return round(value / Fraction(2) ** exponent) * Fraction(2) ** exponent
+
+
+def slow_int8(block: list[float]) -> tuple[list[int], Fraction]:
+    """A block's int8 values and its scale: each exact value to the nearest step, ties to even."""
+    largest = max(abs(Fraction(value)) for value in block)
+    if largest / 127 < Fraction(2) ** -100:
+        return [0] * len(block), Fraction(0)
+    scale = near_bf16(Fraction(float(np.float32(float(largest)) / np.float32(127))))
+    inverse = np.float32(1) / np.float32(float(scale))
+    return [round(Fraction(float(np.float32(v) * inverse))) for v in block], scale
+
+
+moderate = st.floats(-(2.0**60), 2.0**60, width=32) | st.floats(-1, 1, width=32)
+
+
+@given(st.lists(moderate, min_size=1, max_size=200))
+def test_int8_matches_the_slow_reference(values: list[float]) -> None:
+    """Values and scales are those of the recipe, block by block, with a short last block."""
+    raw = WireDType.INT8.encode(np.array(values, np.float32))
+    assert raw.shape == (WireDType.INT8.row_bytes(len(values)),)
+    blocks = [values[at : at + BLOCK] for at in range(0, len(values), BLOCK)]
+    expected = [slow_int8(block) for block in blocks]
+    assert raw[: len(values)].view(np.int8).tolist() == [q for qs, _ in expected for q in qs]
+    scales = WireDType.BF16.decode(raw[len(values) :].view("<u2")).tolist()
+    assert scales == [float(scale) for _, scale in expected]
+    decoded = [q * float(scale) for qs, scale in expected for q in qs]
+    assert WireDType.INT8.decode(raw).tolist() == decoded
+
+
+@given(st.lists(bit_patterns, min_size=1, max_size=70))
+def test_int8_errs_by_half_a_step(bits: list[int]) -> None:
+    """No finite value is off by more than half of its block's scale, which is a 127th."""
+    values = from_bits(bits)
+    largest = np.abs(values[:BLOCK]).max()
+    if not np.isfinite(values).all() or not 2.0**-90 < largest < 2.0**120:
+        return
+    found = WireDType.INT8.decode(WireDType.INT8.encode(values))
+    error = np.abs(found[:BLOCK].astype(np.float64) - values[:BLOCK]).max()
+    assert error <= float(largest) / 253
+
+
+def test_int8_tells_apart_what_it_cannot_carry() -> None:
+    """A block with a NaN, an infinity or a value over 127 * 2**120 is NaN, and only that block."""
+    for value in (np.nan, -np.inf, 3.4e38):
+        rows = np.ones((2, 130), np.float32)
+        rows[1, 70] = value
+        raw = WireDType.INT8.encode(rows)
+        bad = np.isnan(WireDType.INT8.decode(raw))
+        assert bad[1, 64:128].all() and bad.sum() == 64
+        assert finite(raw[:1], WireDType.INT8) and not finite(raw, WireDType.INT8)
+
+
+@pytest.mark.parametrize("scale", [0x8000, 0xBF80, 0x7B81, 0x7F80, 0x7FC0, 0xFF80])
+def test_int8_scales_of_another_kind_are_refused(scale: int) -> None:
+    """A peer's scale that is negative, too large, infinite or a NaN is not finite."""
+    raw = WireDType.INT8.encode(np.ones((1, 65), np.float32))
+    assert finite(raw, WireDType.INT8)
+    raw[0, 67:] = (scale & 255, scale >> 8)
+    assert not finite(raw, WireDType.INT8)
+
+
+def test_int8_zeros_and_dust() -> None:
+    """A block of zeros, and one too small to matter, are zeros that are finite."""
+    for value in (0.0, -0.0, 1e-38, 1e-45):
+        raw = WireDType.INT8.encode(np.full(64, value, np.float32))
+        assert not raw.any() and finite(raw, WireDType.INT8)
+
+
 def test_f32_is_not_copied() -> None:
     """float32 rows travel from the memory they are in."""
     rows = np.ones((2, 4), np.float32)
@@ -116,20 +192,22 @@ def test_strided_rows_encode(dtype: WireDType) -> None:
     """A transposed array encodes to the same values, contiguous."""
     rows = np.arange(12, dtype=np.float32).reshape(3, 4).T
     raw = dtype.encode(rows)
-    assert raw.flags.c_contiguous and raw.shape == (4, 3)
-    np.testing.assert_array_equal(dtype.decode(raw), rows)
+    assert raw.flags.c_contiguous and raw.shape == (4, dtype.columns(3))
+    np.testing.assert_array_equal(raw, dtype.encode(rows.copy()))
+    np.testing.assert_allclose(dtype.decode(raw), rows, atol=0.05)
 
 
 def test_names() -> None:
     """Labels, compute dtypes and sizes are those of the documents."""
-    assert [(d.label, int(d), d.itemsize) for d in WireDType] == [
-        ("f32", 0, 4),
-        ("bf16", 1, 2),
-        ("f16", 2, 2),
+    assert [(d.label, int(d), d.row_bytes(100)) for d in WireDType] == [
+        ("f32", 0, 400),
+        ("bf16", 1, 200),
+        ("f16", 2, 200),
+        ("int8", 3, 104),
     ]
     assert all(WireDType.from_label(d.label) is d for d in WireDType)
     assert WireDType.for_compute("bfloat16") is WireDType.BF16
-    with pytest.raises(ValueError, match="f32, bf16, f16"):
-        WireDType.from_label("int8")
+    with pytest.raises(ValueError, match="f32, bf16, f16, int8"):
+        WireDType.from_label("int4")
     with pytest.raises(ValueError, match="float64"):
         WireDType.for_compute("float64")

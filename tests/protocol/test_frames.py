@@ -34,7 +34,7 @@ from expert_protocol.header import (
     decode_header,
     encode_frame,
 )
-from tests.support.wire import HIDDEN, dispatch, facts, reply_to
+from tests.support.wire import HIDDEN, KINDS_OF_ROWS, dispatch, facts, reply_to
 
 counts_of_rows = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
@@ -49,12 +49,14 @@ def parts(frame: list[Buffer]) -> tuple[Header, memoryview]:
     layer=st.integers(0, 65535),
     epoch=st.integers(0, 2**32 - 1),
     sequence=st.integers(1, 2**32 - 1),
-    mode=st.sampled_from(ReplyMode),
-    dtype=st.sampled_from(WireDType),
+    form=st.sampled_from(KINDS_OF_ROWS),
+    precise=st.booleans(),
 )
-def test_dispatch_round_trip(sequence: int, width: int, **fields: Any) -> None:
+def test_dispatch_round_trip(
+    sequence: int, width: int, form: tuple[ReplyMode, WireDType], **fields: Any
+) -> None:
     """A dispatch is read back with the same bits, odd widths included."""
-    sent = dispatch(width=width, **fields)
+    sent = dispatch(width=width, mode=form[0], dtype=form[1], **fields)
     header, payload = parts(encode_dispatch(sent, sequence))
     assert header.sequence == sequence
     assert header.length == len(payload)
@@ -66,13 +68,14 @@ def test_dispatch_round_trip(sequence: int, width: int, **fields: Any) -> None:
 @given(
     counts=counts_of_rows,
     width=st.integers(1, 9),
-    mode=st.sampled_from(ReplyMode),
-    dtype=st.sampled_from(WireDType),
+    form=st.sampled_from(KINDS_OF_ROWS),
     times=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
 )
-def test_reply_round_trip(times: tuple[int, int], width: int, **fields: Any) -> None:
+def test_reply_round_trip(
+    times: tuple[int, int], width: int, form: tuple[ReplyMode, WireDType], **fields: Any
+) -> None:
     """A reply is read back with the same bits, and repeats the request's fields."""
-    asked = dispatch(width=width, **fields)
+    asked = dispatch(width=width, mode=form[0], dtype=form[1], **fields)
     request = parts(encode_dispatch(asked, 9))[0]
     sent = reply_to(asked, *times)
     header, payload = parts(encode_reply(sent, request))
@@ -126,6 +129,7 @@ def test_nothing_is_copied() -> None:
         {"ids": np.arange(6, dtype=np.uint16)[::2]},
         {"weights": np.ones(3, np.float64)},
         {"weights": np.ones(2, np.float32)},
+        {"dtype": WireDType.INT8},
         {"layer": 70000},
         {"epoch": -1},
     ],
@@ -136,6 +140,14 @@ def test_a_dispatch_of_another_form_is_our_fault(changes: dict[str, Any]) -> Non
     encode_dispatch(sent, 1)
     with pytest.raises(LocalProtocolError):
         encode_dispatch(replace(sent, **changes), 1)
+
+
+def test_int8_rows_are_never_exact() -> None:
+    """int8 rows round: they are not sent in EXACT mode."""
+    sent = dispatch((1, 2), dtype=WireDType.INT8)
+    encode_dispatch(sent, 1)
+    with pytest.raises(LocalProtocolError, match="int8"):
+        encode_dispatch(replace(sent, mode=ReplyMode.EXACT), 1)
 
 
 def test_too_many_pairs_is_our_fault() -> None:
@@ -208,21 +220,25 @@ def test_too_many_pairs_are_refused() -> None:
     assert caught.value.code == ErrorCode.TOO_LARGE
 
 
-@given(st.integers(0, 200), st.sampled_from(ReplyMode), st.sampled_from(WireDType))
+@given(st.integers(0, 200), st.sampled_from(KINDS_OF_ROWS))
 def test_reply_lengths_that_do_not_fit_are_refused(
-    length: int, mode: ReplyMode, dtype: WireDType
+    length: int, form: tuple[ReplyMode, WireDType]
 ) -> None:
     """A REPLY has whole rows, exactly one per row in sum mode, or it is refused."""
+    mode, dtype = form
     asked = dispatch((1, 1), mode=mode, dtype=dtype)
     header, _ = parts(encode_reply(reply_to(asked), parts(encode_dispatch(asked, 1))[0]))
-    row = HIDDEN * dtype.itemsize
+    row = dtype.row_bytes(HIDDEN)
     rows, odd = divmod(length - 8, row)
     header = header._replace(length=length)
     if odd or rows < 2 or (mode is ReplyMode.SUM and rows != 2):
         with pytest.raises(RemoteProtocolError):
             decode_reply(header, bytes(length), HIDDEN)
     else:
-        assert decode_reply(header, bytes(length), HIDDEN).data.shape == (rows, HIDDEN)
+        assert decode_reply(header, bytes(length), HIDDEN).data.shape == (
+            rows,
+            dtype.columns(HIDDEN),
+        )
 
 
 @given(

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expert_network.errors import LocalProtocolError, RemoteProtocolError
+from expert_protocol.dtypes import WireDType
 from expert_protocol.header import (
     HEADER_SIZE,
     LIMITS,
     MAX_ERROR,
     MAX_ROWS,
+    VERSION,
     ErrorCode,
     Kind,
     decode_header,
@@ -26,8 +28,8 @@ from expert_protocol.header import (
 FIELDS = ["magic", "version", "kind", "flags", "sequence", "epoch", "layer", "dtype", "mode",
           "rows", "reserved", "length", "crc"]  # fmt: skip
 GOOD: dict[str, Any] = {
-    "magic": b"EXPN", "version": 1, "kind": 3, "flags": 0, "sequence": 1, "epoch": 2, "layer": 3,
-    "dtype": 1, "mode": 1, "rows": 4, "reserved": 0, "length": 5, "crc": 6,
+    "magic": b"EXPN", "version": VERSION, "kind": 3, "flags": 0, "sequence": 1, "epoch": 2,
+    "layer": 3, "dtype": 1, "mode": 1, "rows": 4, "reserved": 0, "length": 5, "crc": 6,
 }  # fmt: skip
 
 
@@ -48,8 +50,8 @@ def test_layout() -> None:
     data = packed()
     assert len(data) == HEADER_SIZE
     header = decode_header(data)
-    assert header == (1, Kind.DISPATCH, 0, 1, 2, 3, 1, 1, 4, 5, 6)
-    assert (data[4], data[5], data[18], data[19]) == (1, 3, 1, 1)
+    assert header == (2, Kind.DISPATCH, 0, 1, 2, 3, 1, 1, 4, 5, 6)
+    assert (data[4], data[5], data[18], data[19]) == (2, 3, 1, 1)
     assert struct.unpack_from("<I", data, 24) == (5,)
 
 
@@ -85,9 +87,9 @@ def test_absurd_lengths(kind: Kind) -> None:
         ({"magic": b"HTTP"}, "48 54 54 50"),
         ({"kind": 0}, "kind 0"),
         ({"kind": 9}, "kind 9"),
-        ({"flags": 1}, "flags"),
+        ({"flags": 2}, "flags"),
         ({"reserved": 1}, "reserved"),
-        ({"dtype": 3}, "dtype 3"),
+        ({"dtype": 4}, "dtype 4"),
         ({"mode": 2}, "mode 2"),
         ({"rows": 0}, "without rows"),
     ],
@@ -113,18 +115,32 @@ def test_other_kinds_leave_the_dispatch_fields_zero(kind: Kind, field: str) -> N
     assert "belong to a dispatch" in str(refusal(**(plain | {field: 1})))
 
 
-def test_only_a_ping_has_a_flag() -> None:
-    """Flag bit 0 is PONG on a PING; every other bit is refused."""
-    plain = {"kind": Kind.PING, "epoch": 0, "layer": 0, "dtype": 0, "mode": 0, "rows": 0}
-    assert decode_header(packed(**plain, length=0, flags=1)).flags == 1
-    assert "flags" in str(refusal(**plain, length=0, flags=2))
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("flags", [1, 2, 3, 1 << 15])
+def test_flags(kind: Kind, flags: int) -> None:
+    """Bit 0 is PONG on a PING and PRECISE on a DISPATCH; every other flag is refused."""
+    fields = {"kind": kind, "flags": flags, "length": 0}
+    if kind not in (Kind.DISPATCH, Kind.REPLY):
+        fields |= {"epoch": 0, "layer": 0, "dtype": 0, "mode": 0, "rows": 0}
+    if flags == 1 and kind in (Kind.PING, Kind.DISPATCH):
+        assert decode_header(packed(**fields)).flags == 1
+    else:
+        assert "flags" in str(refusal(**fields))
+
+
+@pytest.mark.parametrize("kind", [Kind.DISPATCH, Kind.REPLY])
+def test_exact_rows_are_not_rounded(kind: Kind) -> None:
+    """int8 rows are refused in EXACT mode, and taken in SUM mode."""
+    fields = {"kind": kind, "dtype": WireDType.INT8}
+    assert decode_header(packed(**fields, mode=0)).dtype is WireDType.INT8
+    assert "int8" in str(refusal(**fields, mode=1))
 
 
 def test_another_version_is_named_with_both_numbers() -> None:
-    """A frame of version 2 is refused with VERSION, and 2 and 1 are in the sentence."""
-    error = refusal(version=2, kind=200)
+    """A frame of version 3 is refused with VERSION, and 3 and 2 are in the sentence."""
+    error = refusal(version=3, kind=200)
     assert error.code == ErrorCode.VERSION
-    assert "version 2" in str(error) and "version 1" in str(error)
+    assert "version 3" in str(error) and "version 2" in str(error)
 
 
 def test_an_error_of_another_version_is_read() -> None:

@@ -93,7 +93,7 @@ def test_refused_errors(payload: bytes) -> None:
 def test_an_unknown_code_of_another_version() -> None:
     """A code that a later version invented reads as VERSION: the sentence is kept."""
     header = parts(encode_error(ErrorReply(ErrorCode.BUSY, ""), 0))[0]
-    later = header._replace(version=2, length=5)
+    later = header._replace(version=3, length=5)
     assert decode_error(later, b"\x63\x00new") == ErrorReply(ErrorCode.VERSION, "new")
     assert decode_error(later, b"\x0a\x00new") == ErrorReply(ErrorCode.BUSY, "new")
 

@@ -16,6 +16,7 @@ from expert_protocol.connection import DriverConnection, NodeConnection, State
 from expert_protocol.frames import Dispatch, Goodbye, Reply, ReplyMode, WireDType
 from expert_protocol.header import HEADER_SIZE, LIMITS, Buffer
 from tests.support.wire import (
+    KINDS_OF_ROWS,
     dispatch,
     events,
     facts,
@@ -131,16 +132,16 @@ def test_any_split_gives_the_same_events(scene: Scene, cuts: list[int]) -> None:
 
 @given(
     counts=st.lists(st.integers(1, 4), min_size=1, max_size=5),
-    mode=st.sampled_from(ReplyMode),
-    dtype=st.sampled_from(WireDType),
+    form=st.sampled_from(KINDS_OF_ROWS),
     epoch=st.integers(0, 2**32 - 1),
+    precise=st.booleans(),
     times=st.integers(1, 4),
 )
-def test_links_round_trip(times: int, **fields: Any) -> None:
+def test_links_round_trip(times: int, form: tuple[ReplyMode, WireDType], **fields: Any) -> None:
     """Dispatches and replies of every shape pass a link, one after the other, bit by bit."""
     driver, node = greeted()
     for _ in range(times):
-        asked = dispatch(**fields)
+        asked = dispatch(mode=form[0], dtype=form[1], **fields)
         (got,) = events(node, driver.dispatch(asked))
         assert facts(got) == facts(asked)
         answer = reply_to(asked)

@@ -14,7 +14,7 @@ from expert_network.net.stream import FrameStream, open_link
 from expert_network.store.manifest import Manifest
 from expert_protocol.connection import DriverConnection, DriverEvent
 from expert_protocol.frames import Dispatch, Hello, ReplyMode, Welcome, WireDType, Working
-from expert_protocol.header import Buffer
+from expert_protocol.header import VERSION, Buffer
 
 #: Seconds for any answer; WORKING counts as one.
 SILENCE = 20.0
@@ -23,7 +23,7 @@ SILENCE = 20.0
 def hello_for(model_digest: str, **changes: Any) -> Hello:
     """A HELLO that a node of that model accepts."""
     values: dict[str, Any] = {
-        "protocol": 1,
+        "protocol": VERSION,
         "model_digest": model_digest,
         "roster_digest": None,
         "epoch": 0,

@@ -9,13 +9,20 @@ import numpy as np
 
 from expert_protocol.connection import DriverConnection, DriverEvent, NodeConnection, NodeEvent
 from expert_protocol.frames import Dispatch, Hello, Reply, ReplyMode, Welcome, WireDType
-from expert_protocol.header import Buffer
+from expert_protocol.header import VERSION, Buffer
 
 HIDDEN = 8
 DIGEST = "d1" * 32
 ROSTER_DIGEST = "a7" * 32
 ROSTER: dict[str, Any] = {"nodes": [["a", 1.0], ["b", 2.5]], "replicas": 1, "epoch": 3}
-ALL_DTYPES = (WireDType.F32, WireDType.BF16, WireDType.F16)
+ALL_DTYPES = tuple(WireDType)
+#: Reply modes and the dtypes that rows may have in them.
+KINDS_OF_ROWS = [
+    (mode, dtype)
+    for mode in ReplyMode
+    for dtype in WireDType
+    if mode < ReplyMode.EXACT or dtype < WireDType.INT8
+]
 
 E = TypeVar("E", DriverEvent, NodeEvent)
 
@@ -27,7 +34,7 @@ def hidden(layer: int) -> int:
 
 def hello(**changes: Any) -> Hello:
     values: dict[str, Any] = {
-        "protocol": 1,
+        "protocol": VERSION,
         "model_digest": DIGEST,
         "roster_digest": ROSTER_DIGEST,
         "epoch": 3,
@@ -40,7 +47,7 @@ def hello(**changes: Any) -> Hello:
 
 def welcome(**changes: Any) -> Welcome:
     values: dict[str, Any] = {
-        "protocol": 1,
+        "protocol": VERSION,
         "node": "a",
         "model_digest": DIGEST,
         "roster": ROSTER,
@@ -62,6 +69,7 @@ def dispatch(
     mode: ReplyMode = ReplyMode.SUM,
     dtype: WireDType = WireDType.BF16,
     width: int = HIDDEN,
+    precise: bool = False,
 ) -> Dispatch:
     """Rows 0.5, 1.5, ... with `counts` experts each: ids 0, 1, ... and weights 1/2, 1/3, ..."""
     pairs = sum(counts)
@@ -75,13 +83,15 @@ def dispatch(
         offsets=np.cumsum([0, *counts], dtype=np.uint32),
         ids=np.arange(pairs, dtype=np.uint16),
         weights=(1 / np.arange(2, pairs + 2)).astype(np.float32),
+        precise=precise,
     )
 
 
 def reply_to(asked: Dispatch, queue_us: int = 7, compute_us: int = 300) -> Reply:
     """A reply of the shape that `asked` is owed, all 0.25."""
     count = len(asked.ids) if asked.mode is ReplyMode.EXACT else len(asked.rows)
-    data = np.full((count, asked.rows.shape[1]), 0.25, np.float32)
+    width = asked.dtype.decode(asked.rows).shape[1]
+    data = np.full((count, width), 0.25, np.float32)
     return Reply(asked.mode, asked.dtype, queue_us, compute_us, asked.dtype.encode(data))
 
 

@@ -13,6 +13,7 @@ from expert_driver.dispatch.agreement import Agreement, Greeting, Wanted, agree
 from expert_network.errors import NetworkMismatch
 from expert_protocol.dtypes import WireDType
 from expert_protocol.greetings import Welcome
+from expert_protocol.header import VERSION
 from expert_roster.rendezvous import owner_order
 from expert_roster.roster import Roster
 
@@ -26,7 +27,7 @@ def node(
 ) -> Greeting:
     whole = Roster.parse(spec, replicas)
     welcome = Welcome(
-        protocol=1,
+        protocol=VERSION,
         node=name,
         model_digest="a" * 64,
         roster=whole.to_wire(),
@@ -121,7 +122,7 @@ def test_another_model() -> None:
 
 def test_another_protocol_version() -> None:
     """Both versions are named."""
-    assert "version 2 and this driver version 1" in refusal(node("a", "a", protocol=2))
+    assert "version 1 and this driver version 2" in refusal(node("a", "a", protocol=1))
 
 
 def test_a_wire_dtype_that_a_node_does_not_take() -> None:
