@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import mlx.core as mx
@@ -22,11 +23,15 @@ from mlx_lm.models.switch_layers import (
     SwitchMLP,
 )
 
-from expert_network.model.deferred import Deferred, Experts
+from expert_network.model.deferred import Deferred, Experts, overlapping
 
 __all__ = ["Experts", "Mode", "Seam", "SwitchSite", "expert_tensors", "find_switches", "install"]
 
 Mode = Literal["sum", "exact"]
+
+# A seam's mode, and whether its sums may be pending.
+Way = tuple[Mode, bool]
+EXACT: Way = ("exact", False)
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -67,18 +72,23 @@ def expert_tensors(switch: Module) -> dict[str, mx.array]:
 
 
 class Seam(Module):
-    """Stands where a switch module stood, and asks `experts` in its place."""
+    """Stands where a switch module stood, and asks `experts` in its place.
 
-    def __init__(self, site: SwitchSite, experts: Experts, mode: Mode) -> None:
+    overlap: whether its sums may be Pending.
+    """
+
+    def __init__(
+        self, site: SwitchSite, experts: Experts, mode: Mode, overlap: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layer, self.experts, self.mode = site.layer, experts, mode
+        self.layer, self.experts, self.mode, self.overlap = site.layer, experts, mode, overlap
         for key, child in site.module.items():
             if not _is_projection(child):
                 self[key] = child
 
     def __call__(self, x: mx.array, ids: mx.array) -> Any:
         """x (..., D) and ids (..., k) to (..., k, D): an array, or in sum mode a Deferred."""
-        result = Deferred(self.experts, self.layer, x, ids)
+        result = Deferred(self.experts, self.layer, x, ids, self.overlap)
         return result if self.mode == "sum" else result.__mlx_array__()
 
 
@@ -87,11 +97,12 @@ def install(model: Module, experts: Experts, mode: Mode) -> list[Seam]:
 
     In "exact" mode every seam asks for outputs. In "sum" mode those seams ask for weighted sums
     whose family lets them, which a trial run on a few tokens finds out; the others ask for outputs
-    too, and have `mode` "exact". Returns the seams in the order of find_switches.
+    too, and have `mode` "exact". So with sums that are Pending, where `experts` overlap. Returns
+    the seams in the order of find_switches.
     """
     sites = find_switches(model)
-    summing = _layers_that_sum(model, sites) if mode == "sum" else set()
-    seams = [Seam(site, experts, "sum" if site.layer in summing else "exact") for site in sites]
+    ways = _ways(model, sites, overlapping(experts)) if mode == "sum" else {}
+    seams = [Seam(site, experts, *ways.get(site.layer, EXACT)) for site in sites]
     _place(model, sites, seams)
     return seams
 
@@ -115,10 +126,15 @@ class _Trial:
         self.summed.add(layer)
         return mx.zeros(x.shape, mx.float32)
 
+    def begin_sum(
+        self, layer: int, x: mx.array, ids: mx.array, weights: mx.array
+    ) -> Callable[[], mx.array]:
+        return partial(self.weighted_sum, layer, x, ids, weights)
+
 
 class _TrialSeam(Seam):
-    def __init__(self, site: SwitchSite, trial: _Trial, mode: Mode) -> None:
-        super().__init__(site, trial, mode)
+    def __init__(self, site: SwitchSite, trial: _Trial, mode: Mode, overlap: bool) -> None:
+        super().__init__(site, trial, mode, overlap)
         self.called: Callable[[], None] = lambda: setattr(trial, "last", site)
 
     def __call__(self, x: mx.array, ids: mx.array) -> Any:
@@ -126,28 +142,30 @@ class _TrialSeam(Seam):
         return super().__call__(x, ids)
 
 
-def _layers_that_sum(model: Module, sites: Sequence[SwitchSite]) -> set[int]:
-    """The layers whose block does nothing with a Deferred but multiply and sum it.
+def _ways(model: Module, sites: Sequence[SwitchSite], overlap: bool) -> dict[int, Way]:
+    """How to ask those layers whose block does nothing with a Deferred but multiply and sum it.
 
-    Functions of mx do not take a Deferred: the block that passes it to one raises. Then all blocks
-    of that type get arrays, and the trial starts again. A model that fails even so gets arrays
-    everywhere. Leaves trial seams in the model.
+    Functions of mx do not take a Deferred, nor a Pending: the block that passes one to them raises.
+    Then all blocks of that type get less of that, and the trial starts again. A model that fails
+    even so gets arrays everywhere. Leaves trial seams in the model.
     """
     parents = {site.path: _parent_type(model, site.path) for site in sites}
-    refusing: set[type] = set()
+    known: list[Way] = [EXACT, ("sum", False), ("sum", True)]
+    left = {parent: known[: 2 + overlap] for parent in parents.values()}
     while True:
         trial = _Trial()
-        modes: list[Mode] = ["exact" if parents[s.path] in refusing else "sum" for s in sites]
-        seams = [_TrialSeam(s, trial, mode) for s, mode in zip(sites, modes, strict=True)]
+        ways = [left[parents[site.path]][-1] for site in sites]
+        seams = [_TrialSeam(s, trial, *way) for s, way in zip(sites, ways, strict=True)]
         _place(model, sites, seams)
         try:
             _run(model)
         except Exception:  # whatever a family's code raises on an unknown object
-            if trial.last is None or parents[trial.last.path] in refusing:
-                return set()
-            refusing.add(parents[trial.last.path])
+            if trial.last is None or len(left[parents[trial.last.path]]) == 1:
+                return {}
+            left[parents[trial.last.path]].pop()
         else:
-            return trial.summed - trial.plain
+            summing = trial.summed - trial.plain
+            return {s.layer: w for s, w in zip(sites, ways, strict=True) if s.layer in summing}
 
 
 def _run(model: Any) -> None:
