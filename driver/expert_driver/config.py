@@ -25,8 +25,8 @@ class Sampling:
 class NetworkConfig:
     """Which nodes, and how to talk to them. No nodes: all experts in this process.
 
-    `wire` is "bf16", "f16" or "f32", None for the mode's own; `home` holds the models folder and
-    the cache.
+    `wire` is "bf16", "f16", "f32" or "int8", None for the mode's own; `home` holds the models
+    folder and the cache.
     """
 
     nodes: tuple[str, ...]

@@ -73,7 +73,7 @@ def network_options(command: Command) -> Command:
     )
     wire = click.option(
         "--wire",
-        type=click.Choice(["bf16", "f16", "f32"]),
+        type=click.Choice(["bf16", "f16", "f32", "int8"]),
         show_default="bf16, and the compute dtype with --exact",
         help="What rows travel as.",
     )

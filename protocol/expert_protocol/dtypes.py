@@ -87,6 +87,10 @@ class WireDType(IntEnum):
         """Elements of `raw` in a row of `hidden` values."""
         return hidden + 2 * -(-hidden // BLOCK) if self is WireDType.INT8 else hidden
 
+    def hidden(self, columns: int) -> int:
+        """Values of a row that has so many elements of `raw`."""
+        return columns - 2 * -(-columns // (BLOCK + 2)) if self is WireDType.INT8 else columns
+
     def row_bytes(self, hidden: int) -> int:
         """Bytes of a row of `hidden` values."""
         return self.columns(hidden) * self.raw.itemsize
@@ -196,6 +200,5 @@ def _from_int8(raw: RawArray) -> Float32Array:
 
 def _split(raw: RawArray) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
     """The values (..., D) and scales (..., blocks) of int8 rows, as views."""
-    count = -(-raw.shape[-1] // (BLOCK + 2))
-    at = raw.shape[-1] - 2 * count
+    at = WireDType.INT8.hidden(raw.shape[-1])
     return raw[..., :at].view(np.int8), raw[..., at:].view(_SCALE)

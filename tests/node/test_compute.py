@@ -14,6 +14,7 @@ import pytest
 from expert_node.compute import Computer, Turns, _all_finite
 from expert_node.metrics import Counters
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Reply, ReplyMode, WireDType
+from tests.support.wire import KINDS_OF_ROWS
 
 HIDDEN = 4
 SHAPE = [(0, 6), (3, 6)]
@@ -67,16 +68,18 @@ def refusal(dispatch: Dispatch, **changes: Any) -> ErrorReply:
     return answer
 
 
-@pytest.mark.parametrize("dtype", list(WireDType))
-@pytest.mark.parametrize(("mode", "count"), [(ReplyMode.SUM, 2), (ReplyMode.EXACT, 3)])
-def test_answer(dtype: WireDType, mode: ReplyMode, count: int) -> None:
+@pytest.mark.parametrize(("mode", "dtype"), KINDS_OF_ROWS)
+def test_answer(mode: ReplyMode, dtype: WireDType) -> None:
     """The reply has the dispatch's mode and dtype, and a row for each row or pair."""
-    names = {WireDType.F32: "float32", WireDType.BF16: "bfloat16", WireDType.F16: "float16"}
-    reply = computer(compute_dtype=names[dtype]).answer(asked(dtype, mode=mode))
+    names = {WireDType.BF16: "bfloat16", WireDType.F16: "float16"}
+    reply = computer(compute_dtype=names.get(dtype, "float32")).answer(asked(dtype, mode=mode))
     assert isinstance(reply, Reply)
-    assert (reply.mode, reply.dtype, reply.data.shape) == (mode, dtype, (count, HIDDEN))
+    count = 2 if mode is ReplyMode.SUM else 3
+    assert (reply.mode, reply.dtype) == (mode, dtype)
+    assert reply.data.shape == (count, dtype.columns(HIDDEN))
     assert reply.data.dtype == dtype.raw
-    assert np.array_equal(dtype.decode(reply.data)[0], [0, 1, 2, 3])
+    expected = dtype.decode(dtype.encode(np.arange(HIDDEN, dtype=np.float32)))
+    assert np.array_equal(dtype.decode(reply.data)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,14 @@ def test_bad_values(dtype: WireDType, value: float) -> None:
     answer = refusal(asked(dtype, rows=dtype.encode(rows)))
     assert answer.code is ErrorCode.BAD_VALUES
     assert "layer 3" in answer.message
+
+
+@pytest.mark.parametrize("scale", [0xBF80, 0x7B81])
+def test_int8_scales_that_may_not_come(scale: int) -> None:
+    """A negative scale, or one over 2**120, is refused though its products are finite."""
+    rows = WireDType.INT8.encode(np.zeros((2, HIDDEN), np.float32))
+    rows[1, -2:] = (scale & 255, scale >> 8)
+    assert refusal(asked(WireDType.INT8, rows=rows)).code is ErrorCode.BAD_VALUES
 
 
 @pytest.mark.parametrize("count", [1, 1 << 16, (1 << 16) + 1])

@@ -386,7 +386,7 @@ def test_dispatches_are_answered_in_their_order() -> None:
     assert decode_header(working[0]).sequence == 2
     assert events(driver, working) == [Working()]
     assert len(events(driver, node.error(ErrorCode.BAD_VALUES, "no"))) == 1
-    assert driver.state is node.state is State.WAITING
+    assert driver.outstanding == node.outstanding == 1
     with pytest.raises(LocalProtocolError, match="due"):
         node.reply(reply_to(asked[0]))
     (answer,) = events(driver, node.reply(reply_to(asked[2])))
@@ -401,7 +401,7 @@ def test_a_dispatch_may_cross_a_reply() -> None:
     first, second = dispatch((1,)), dispatch((2, 1))
     events(node, driver.dispatch(first))
     answer, frame = node.reply(reply_to(first)), driver.dispatch(second)
-    assert (driver.state, node.state) == (State.WAITING, State.IDLE)
+    assert (driver.outstanding, node.outstanding) == (2, 0)
     events(driver, answer)
     events(node, frame)
     assert driver.state is node.state is State.WAITING

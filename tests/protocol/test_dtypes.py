@@ -206,6 +206,7 @@ def test_names() -> None:
         ("int8", 3, 104),
     ]
     assert all(WireDType.from_label(d.label) is d for d in WireDType)
+    assert all(d.hidden(d.columns(width)) == width for d in WireDType for width in range(1, 300))
     assert WireDType.for_compute("bfloat16") is WireDType.BF16
     with pytest.raises(ValueError, match="f32, bf16, f16, int8"):
         WireDType.from_label("int4")

@@ -90,7 +90,7 @@ def dispatch(
 def reply_to(asked: Dispatch, queue_us: int = 7, compute_us: int = 300) -> Reply:
     """A reply of the shape that `asked` is owed, all 0.25."""
     count = len(asked.ids) if asked.mode is ReplyMode.EXACT else len(asked.rows)
-    width = asked.dtype.decode(asked.rows).shape[1]
+    width = asked.dtype.hidden(asked.rows.shape[1])
     data = np.full((count, width), 0.25, np.float32)
     return Reply(asked.mode, asked.dtype, queue_us, compute_us, asked.dtype.encode(data))
 

@@ -16,8 +16,12 @@ from expert_network.errors import NodeError
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import ReplyMode
 
-_CAST = {WireDType.F32: mx.float32, WireDType.BF16: mx.bfloat16, WireDType.F16: mx.float16}
-
+_CAST = {
+    WireDType.F32: mx.float32,
+    WireDType.BF16: mx.bfloat16,
+    WireDType.F16: mx.float16,
+    WireDType.INT8: mx.float32,
+}
 
 Finish = Callable[[], mx.array]
 
@@ -110,7 +114,7 @@ class NetworkExperts:
         travelling = {dtype: _to_wire(x, dtype) for dtype in dtypes}
         mx.eval(ids, weights, *travelling.values())
         evaluated = perf_counter()
-        rows = {dtype: np.ascontiguousarray(raw) for dtype, raw in travelling.items()}
+        rows = {dtype: _raw(x, dtype) for dtype, x in travelling.items()}
         experts = np.asarray(ids)
         epoch = network.agreement.roster.epoch
         call = Call(layer, epoch, mode, rows, experts.astype(np.uint16), _float32(weights))
@@ -175,9 +179,15 @@ class _Dispatched:
 
 
 def _to_wire(x: mx.array, dtype: WireDType) -> mx.array:
-    """x as it travels, lazily: bfloat16 as uint16, since numpy has no such type."""
+    """x as it travels, lazily: bfloat16 as uint16, since numpy has no such type. int8: not yet."""
     cast = x.astype(_CAST[dtype])
     return cast.view(mx.uint16) if dtype is WireDType.BF16 else cast
+
+
+def _raw(travelling: mx.array, dtype: WireDType) -> Raw:
+    """What `_to_wire` made, evaluated, as the bytes that travel."""
+    values = np.ascontiguousarray(travelling)
+    return dtype.encode(values) if dtype is WireDType.INT8 else values
 
 
 def _float32(weights: mx.array) -> Raw:

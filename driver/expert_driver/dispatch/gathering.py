@@ -147,7 +147,7 @@ def parts(share: Share, link: Link, call: Call, dtype: WireDType) -> deque[Share
     A part has at least one row, however long that is.
     """
     welcome = link.greeting.welcome
-    hidden, k = call.rows[dtype].shape[1], call.ids.shape[1]
+    hidden, k = dtype.hidden(call.rows[dtype].shape[1]), call.ids.shape[1]
     payload = min(welcome.max_payload, PART_BYTES)
     rows = rows_that_fit(hidden, k, call.mode, dtype, welcome.max_rows, payload)
     if len(share.rows) <= rows:

@@ -126,9 +126,9 @@ def test_the_order_of_nodes_is_not_in_the_bits() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("wire", [WireDType.BF16, WireDType.F16])
-def test_half_precision_on_the_wire(pair: list[FakeNode], wire: WireDType) -> None:
-    """Rows and sums can travel in half precision; the result is float32."""
+@pytest.mark.parametrize("wire", [WireDType.BF16, WireDType.F16, WireDType.INT8])
+def test_rounded_on_the_wire(pair: list[FakeNode], wire: WireDType) -> None:
+    """Rows and sums can travel in less than f32; the result is float32."""
     with experts_of(pair, replace(WANTED, wire=wire)) as experts:
         np.testing.assert_allclose(summed(experts), SUM, rtol=0.03, atol=0.03)
     assert {dispatch.dtype for node in pair for dispatch in node.dispatches} == {wire}
