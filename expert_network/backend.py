@@ -1,15 +1,19 @@
-"""Which MLX runs here, in which precision it computes, and the numerics id that names both."""
+"""Which MLX and which kernels run here, in which precision, and the numerics id that names them."""
 
 from __future__ import annotations
 
 import platform
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
+from expert_network import kernels
 from expert_network.errors import BackendMissing
+
+Kernels = Literal["auto", "native", "mlx"]
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,14 @@ class Backend:
 
     `name` is "mlx-cpu", "mlx-metal" or "mlx-cuda"; `version` is MLX's and mlx-lm's, which has the
     activations; `isa` is the instruction-set class of a CPU ("avx512", "avx2", "x86", "neon") or
-    the architecture that a GPU names itself.
+    the architecture that a GPU names itself. `native` says that our own kernels compute in MLX's
+    place: `isa` is then the one that they chose.
     """
 
     name: str
     version: str
     isa: str
+    native: bool = False
 
     def compute_dtype(self, stored: str) -> str:
         """The dtype of activations for a checkpoint whose activation dtype is `stored`."""
@@ -32,14 +38,41 @@ class Backend:
 
     def numerics(self, compute_dtype: str) -> str:
         """The id that two processes must share to promise each other identical bits."""
-        return f"{self.name}/switch-{self.version}/{compute_dtype}/{self.isa}"
+        kernel = f"native-{kernels.VERSION}" if self.native else f"switch-{self.version}"
+        return f"{self.name}/{kernel}/{compute_dtype}/{self.isa}"
+
+    def computing(self, precise: bool) -> str:
+        """What computes, for a person: "native avx2, int8" or "mlx-cpu"."""
+        if not self.native:
+            return self.name
+        return f"native {self.isa}, {'f32' if precise else 'int8'}"
 
 
-def detect() -> Backend:
-    """Import MLX and say what it is. Raises BackendMissing where it cannot be imported.
+def detect(choice: Kernels = "auto", threads: int | None = None) -> Backend:
+    """Import MLX and say what it is, and whether our kernels compute in its place.
+
+    They do on "mlx-cpu" where they were built, unless `choice` is "mlx", with as many `threads` as
+    given or as there are cores. Raises BackendMissing where MLX cannot be imported, or where
+    "native" is chosen and cannot be.
 
     Call it before anything that imports mlx. On CPU it turns mx.compile off for this process.
     """
+    backend = _detect_mlx()
+    missing = "" if backend.name == "mlx-cpu" else f"they are for a CPU, and this is {backend.name}"
+    missing = missing or kernels.reason() or ("" if hasattr(kernels, "ffn") else "not complete")
+    if choice == "native" and missing:
+        raise BackendMissing(
+            f"the native kernels cannot be used ({missing.rstrip('.')}); leave --kernels out, or "
+            "reinstall expert-network where there is a C compiler."
+        )
+    if choice == "mlx" or missing:
+        return backend
+    if threads is not None:
+        kernels.set_threads(threads)
+    return replace(backend, isa=kernels.isa(), native=True)
+
+
+def _detect_mlx() -> Backend:
     try:
         import mlx.core as mx
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 from expert_network.backend import Backend
 from expert_network.errors import NotOwned
 from expert_network.experts import upcast
+from expert_network.experts.layers import EXACT, SUM, Layer, MlxLayer
 from expert_network.experts.mlx_backend import ResidentLayer
+from expert_network.experts.native_backend import NativeLayer
 from expert_network.model import structure
 from expert_network.model.seam import find_switches
 from expert_network.progress import Progress, silent
 from expert_network.store.manifest import LayerSpec, Manifest
 from expert_network.store.reader import Store
 
+__all__ = ["EXACT", "SUM", "Blocks", "Partition", "load_partition", "partition_bytes"]
+
 # The experts of each layer, ascending. Layers without any may be left out.
 Blocks = Mapping[int, NDArray[np.intp]]
-
-Counts = NDArray[np.unsignedinteger]
-
-# What is asked for, by the wire's numbers: the protocol is out of this package's reach.
-SUM, EXACT = 0, 1
 
 
 def partition_bytes(manifest: Manifest, blocks: Blocks) -> int:
@@ -35,10 +34,15 @@ def partition_bytes(manifest: Manifest, blocks: Blocks) -> int:
 
 
 def load_partition(
-    store: Store, blocks: Blocks, backend: Backend, progress: Progress = silent
+    store: Store,
+    blocks: Blocks,
+    backend: Backend,
+    progress: Progress = silent,
+    precise: bool = True,
 ) -> Partition:
     """Read blocks into memory and verify each; nothing is read of the others.
 
+    `precise` is how the partition computes for a model in this process; a dispatch says it itself.
     Takes the partition's bytes and little besides (on "mlx-cuda": one more tensor of one layer).
     Any thread may use the result. Raises StoreCorrupt, StoreError, KeyError for an unknown layer.
     """
@@ -54,13 +58,22 @@ def load_partition(
         progress(done, total, "loading")
 
     in_place = backend.name != "mlx-cuda"
-    layers = {
-        spec.layer: ResidentLayer(spec, switches[spec.path], ids, partial(read, spec), in_place)
+    layers = [
+        ResidentLayer(spec, switches[spec.path], ids, partial(read, spec), in_place)
         for spec, ids in wanted
-    }
+    ]
+    return Partition(_computing(layers, backend, manifest.dtype), backend, manifest.dtype, precise)
+
+
+def _computing(layers: Sequence[ResidentLayer], backend: Backend, stored: str) -> list[Layer]:
+    """Each layer with the kernels that compute it: native ones where they can, else MLX's."""
+    native = [NativeLayer.over(layer) if backend.native else None for layer in layers]
+    left = [layer for layer, other in zip(layers, native, strict=True) if other is None]
     if backend.name == "mlx-cpu":
-        upcast.adapt([layer.switch for layer in layers.values()])
-    return Partition(layers, backend, manifest.dtype)
+        upcast.adapt([layer.switch for layer in left])
+    dtype = getattr(mx, backend.compute_dtype(stored))
+    mlx = iter([MlxLayer(layer, dtype) for layer in left])
+    return [next(mlx) if layer is None else layer for layer in native]
 
 
 class Partition:
@@ -70,11 +83,22 @@ class Partition:
     time. `compute_dtype` is that of activations, `numerics` the id that promises identical bits.
     """
 
-    def __init__(self, layers: Mapping[int, ResidentLayer], backend: Backend, stored: str) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Sequence[Layer], backend: Backend, stored: str, precise: bool = True
+    ) -> None:
+        self._layers = {layer.spec.layer: layer for layer in layers}
+        self._precise, self._backend = precise, backend
         self.compute_dtype = backend.compute_dtype(stored)
         self.numerics = backend.numerics(self.compute_dtype)
-        self._dtype: mx.Dtype = getattr(mx, self.compute_dtype)
+
+    @property
+    def kernels(self) -> str:
+        """What computes, for a person: "native avx2, int8 (f32 when asked)" or "mlx-cpu"."""
+        if not self._backend.native:
+            return self._backend.name
+        mlx = [n for n, layer in sorted(self._layers.items()) if isinstance(layer, MlxLayer)]
+        layers = f"; layers {', '.join(map(str, mlx))} {self._backend.name}" if mlx else ""
+        return f"native {self._backend.isa}, int8 (f32 when asked){layers}"
 
     @property
     def nbytes(self) -> int:
@@ -102,96 +126,41 @@ class Partition:
     def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
         """x (N, D) and ids (N, k) to each expert's own output, (N, k, D) in x's dtype.
 
-        Raises NotOwned. Lazy where all experts of the layer are held and none is cast at each call.
+        Raises NotOwned. With MLX's kernels it is lazy where all experts of the layer are held and
+        none is cast at each call.
         """
-        return self._outputs(layer, x, ids).astype(x.dtype)
+        return self._asked(layer, ids).outputs(x, ids, self._precise)
 
     def weighted_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """The sum over k of weights (N, k) times outputs: (N, D) in float32. See outputs."""
-        outputs = self._outputs(layer, x, ids).astype(mx.float32)
-        return (outputs * weights.astype(mx.float32)[..., None]).sum(axis=-2)
+        return self._asked(layer, ids).weighted_sum(x, ids, weights, self._precise)
 
     def compute(
         self,
         layer: int,
         mode: int,
-        rows: NDArray[np.float32] | mx.array,
+        rows: NDArray[np.float32],
         offsets: NDArray[np.unsignedinteger],
         ids: NDArray[np.unsignedinteger],
         weights: NDArray[np.float32],
+        precise: bool = True,
     ) -> NDArray[np.float32]:
         """Answer a dispatch of R rows and P pairs; row r has the pairs offsets[r] to offsets[r+1].
 
         rows (R, D), offsets (R+1), ids and weights (P). In mode SUM the weighted sum of each row's
         outputs, added in float32 in the order of its pairs: (R, D). In mode EXACT the outputs in
-        the order of pairs, (P, D), values of the compute dtype. Raises NotOwned.
+        the order of pairs, (P, D), values of the compute dtype, and always precise. Raises
+        NotOwned.
         """
-        resident = self._layer(layer, int(ids[0]))
-        slots = resident.slots(ids)
-        x = mx.array(rows).astype(self._dtype)
-        parts = []
-        for first, last in _parts(offsets, resident.most_pairs):
-            pairs = slice(int(offsets[first]), int(offsets[last]))
-            counts = offsets[first + 1 : last + 1] - offsets[first:last]
-            values = _pairs(resident, x[first:last], counts, slots[pairs])
-            parts.append(values if mode == EXACT else _add_up(values, counts, weights[pairs]))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        held = self._layer(layer, int(ids[0]))
+        return held.compute(mode, rows, offsets, ids, weights, precise or mode == EXACT)
 
-    def _outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
-        resident = self._layers.get(layer)
-        if resident is None:
-            raise NotOwned(layer, int(np.asarray(ids).flat[0]))
-        return resident.outputs(x.astype(self._dtype), ids)
+    def _asked(self, layer: int, ids: mx.array) -> Layer:
+        held = self._layers.get(layer)
+        return self._layer(layer, int(np.asarray(ids).flat[0])) if held is None else held
 
-    def _layer(self, layer: int, expert: int) -> ResidentLayer:
-        resident = self._layers.get(layer)
-        if resident is None:
+    def _layer(self, layer: int, expert: int) -> Layer:
+        held = self._layers.get(layer)
+        if held is None:
             raise NotOwned(layer, expert)
-        return resident
-
-
-def _parts(offsets: NDArray[np.unsignedinteger], most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows with at most `most` pairs, or one row, each."""
-    rows, first = len(offsets) - 1, 0
-    if int(offsets[-1]) <= most:
-        yield 0, rows
-        return
-    while first < rows:
-        end = int(np.searchsorted(offsets, int(offsets[first]) + most, "right")) - 1
-        last = max(end, first + 1)
-        yield first, last
-        first = last
-
-
-def _same(counts: Counts) -> int:
-    """The number of pairs that all rows have, 0 if it is not the same."""
-    each = int(counts[0])
-    return each if len(counts) == 1 or (counts == each).all() else 0
-
-
-def _pairs(
-    resident: ResidentLayer, x: mx.array, counts: Counts, slots: NDArray[np.uint32]
-) -> NDArray[np.float32]:
-    """The output of each pair, (P, D); row r of `x` has the next counts[r] of `slots`."""
-    each = _same(counts)
-    if not each:
-        x, each = x[mx.array(np.repeat(np.arange(len(counts)), counts))], 1
-    y = resident.run(x, mx.array(slots.reshape(-1, each))).astype(mx.float32)
-    return np.asarray(y).reshape(len(slots), -1)
-
-
-def _add_up(
-    values: NDArray[np.float32], counts: Counts, weights: NDArray[np.float32]
-) -> NDArray[np.float32]:
-    """The weighted sum of each row's values, added one after the other: (R, D)."""
-    weighted: NDArray[np.float32] = values * weights[:, None]
-    if each := _same(counts):
-        # Along an axis that is not the last one NumPy adds in order.
-        in_order: NDArray[np.float32] = weighted.reshape(len(counts), each, -1).sum(axis=1)
-        return in_order
-    starts = np.cumsum(counts, dtype=np.intp) - counts
-    sums: NDArray[np.float32] = weighted[starts]
-    for n in range(1, int(counts.max())):
-        some = counts > n
-        sums[some] += weighted[starts[some] + n]
-    return sums
+        return held

@@ -1,0 +1,142 @@
+"""Arrays whose values are in memory, so that reading them waits for nothing.
+
+MLX computes on a thread of its own, and whoever wants to read a lazy array sleeps until that is
+done: 40 us and more, whatever there is to compute. Between two native kernels there is hardly more
+than a reshape or a sum, and these NumPy makes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+Host = NDArray[Any]
+
+
+class HostArray(mx.array):
+    """An mx.array with its values, `host`, at hand: None once it was changed in place.
+
+    What it overrides gives HostArrays again, at once. Everything else sees an mx.array.
+    """
+
+    host: Host | None = None
+
+    @classmethod
+    def of(cls, values: Host) -> Self:
+        """An array of these values, which must not change any more."""
+        made = cls(values)
+        made.host = values
+        return made
+
+    def reshape(self, *shape: Any, **options: Any) -> mx.array:
+        if self.host is None or options:
+            return super().reshape(*shape, **options)
+        return _view(super().reshape(*shape), self.host.reshape(*shape))
+
+    def transpose(self, *axes: Any, **options: Any) -> mx.array:
+        if self.host is None or options:
+            return super().transpose(*axes, **options)
+        return _view(super().transpose(*axes), self.host.transpose(*axes))
+
+    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
+        made = super().swapaxes(axis1, axis2, **options)
+        return made if self.host is None else _view(made, self.host.swapaxes(axis1, axis2))
+
+    def squeeze(self, axis: Any = None, **options: Any) -> mx.array:
+        made = super().squeeze(axis, **options)
+        axis = tuple(axis) if isinstance(axis, list) else axis
+        return made if self.host is None else _view(made, self.host.squeeze(axis))
+
+    def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
+        return self if dtype == self.dtype else super().astype(dtype, stream)
+
+    def __getitem__(self, index: Any) -> mx.array:
+        made = super().__getitem__(index)
+        if self.host is None or not _is_basic(index):
+            return made
+        return _view(made, self.host[index])
+
+
+def _view(made: mx.array, values: Host) -> mx.array:
+    view = HostArray(made)
+    view.host = values
+    return view
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether NumPy and MLX mean the same by it: slices that go forwards, ..., None."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None
+        or part is Ellipsis
+        or (isinstance(part, slice) and (part.step is None or part.step == 1))
+        for part in parts
+    )
+
+
+def _at_once(name: str) -> Callable[[HostArray, Any], Any]:
+    """An operator on float32 values, made by NumPy where both sides are at hand."""
+    lazily = getattr(mx.array, name)
+    eagerly = getattr(np.ndarray, name)
+
+    def operate(self: HostArray, other: Any) -> Any:
+        left, right = self.host, _operand(other)
+        if left is None or right is None or left.dtype != np.float32:
+            return lazily(self, other)
+        return HostArray.of(np.asarray(eagerly(left, right)))
+
+    return operate
+
+
+def _operand(other: Any) -> Host | float | None:
+    if isinstance(other, HostArray):
+        values = other.host
+        return values if values is not None and values.dtype == np.float32 else None
+    if isinstance(other, mx.array):
+        return np.asarray(other) if other.dtype == mx.float32 else None
+    return other if type(other) in (int, float) else None
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    """A method that changes the array in place: its values are then known to MLX alone."""
+    change = getattr(mx.array, name)
+
+    def then_forget(self: HostArray, *args: Any) -> Any:
+        self.host = None
+        return change(self, *args)
+
+    return then_forget
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv")
+_OTHERS = ("floordiv", "matmul", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+for _name in _ARITHMETIC:
+    for _kind in (f"__{_name}__", f"__r{_name}__"):
+        setattr(HostArray, _kind, _at_once(_kind))
+for _name in ("__setitem__", *(f"__i{name}__" for name in (*_ARITHMETIC, *_OTHERS))):
+    setattr(HostArray, _name, _changing(_name))
+
+
+def evaluated(*arrays: mx.array) -> tuple[Host, ...]:
+    """The values of arrays, after one wait for all those that were not there yet."""
+    found = [_known(array) for array in arrays]
+    waiting = [array for array, values in zip(arrays, found, strict=True) if values is None]
+    if waiting:
+        mx.eval(waiting)
+    return tuple(
+        np.asarray(array) if values is None else values
+        for array, values in zip(arrays, found, strict=True)
+    )
+
+
+def floats(values: Host) -> NDArray[np.float32]:
+    """The values as contiguous float32; themselves if they are."""
+    return np.ascontiguousarray(values, np.float32)
+
+
+def _known(array: mx.array) -> Host | None:
+    return array.host if isinstance(array, HostArray) else None
