@@ -1,7 +1,7 @@
-"""Frames over a blocking socket: the shell around a sans-I/O connection, for the token loop.
+"""Frames over a socket: the shell around a sans-I/O connection, for the token loop.
 
-One system call for a header, one for a payload, one to send a frame; the kernel keeps the time.
-No byte beyond a frame is read before the next `receive`, so that poll() tells the truth.
+One system call to send a frame and one to read it. A node's thread waits in the kernel, which keeps
+the time; a driver, who has several links, waits in poll() and then takes what has come.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from copy import copy
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
 from expert_network.errors import (
     Cancelled,
     ExpertNetworkError,
@@ -25,6 +23,7 @@ from expert_network.errors import (
     NodeTimeout,
     RemoteProtocolError,
 )
+from expert_network.net.inbox import FIRST_BUFFER, Inbox, Receiver
 from expert_network.net.opening import open_link, prepare
 
 __all__ = ["Buffer", "Connection", "FrameStream", "open_link"]
@@ -35,10 +34,6 @@ SEND_TIMEOUT = 5.0
 SLOWEST = 1 << 20
 #: Seconds to take what is there when the silence was over before anyone looked.
 LATE_LOOK = 0.1
-#: The receive buffer a stream starts with: the payload of a batch-1 dispatch of any model.
-FIRST_BUFFER = 64 << 10
-#: A buffer that one large frame made larger than this is given back after it.
-KEPT_BUFFER = 2 << 20
 #: Seconds, of those it lingers, that an interrupted stream leaves its peer for its last frame.
 PARTING = 0.2
 #: What a peer may still send while its link is ended politely.
@@ -51,15 +46,8 @@ E = TypeVar("E")
 _TIMEVAL = struct.Struct("@ll")
 
 
-class Connection(Protocol[E_co]):
+class Connection(Receiver[E_co], Protocol[E_co]):
     """The sans-I/O end of a link, as expert_protocol.connection has it."""
-
-    @property
-    def needs(self) -> int:
-        """Bytes wanted next, bounded; 0 when nothing more can come."""
-
-    def feed(self, data: memoryview, /) -> E_co | None:
-        """The event that these bytes complete. Raises RemoteProtocolError."""
 
     def refuse(self, error: RemoteProtocolError, /) -> Sequence[Buffer]:
         """What to say last after `error`."""
@@ -89,14 +77,17 @@ class FrameStream(Generic[E]):
         self.bytes_sent = 0
         self.bytes_received = 0
         self._sock, self._connection = sock, connection
+        self._inbox = Inbox(connection)
+        #: What of a frame that was pushed the kernel has not taken yet.
+        self._unsent: list[memoryview] = []
         self._linger = linger
         self._closed = self._interrupted = False
         self._end: ExpertNetworkError | None = None
-        self._header = memoryview(bytearray(32))
-        self._buffer = _memory(FIRST_BUFFER)
         self._receive_timeout = self._send_timeout = -1.0
         #: When the last whole frame went or came: silence counts from here.
-        self._last = self._deadline = monotonic()
+        self._last = monotonic()
+        #: When the first and the last bytes came of the frame that has begun.
+        self._begun_at = self._came_at = self._last
         sock.settimeout(None)
         prepare(sock)
 
@@ -120,7 +111,7 @@ class FrameStream(Generic[E]):
         try:
             self._send(buffers, timeout)
         except BaseException as error:
-            self._fail(error)
+            self._broken(error)
             raise
         self._last = monotonic()
 
@@ -136,17 +127,89 @@ class FrameStream(Generic[E]):
         """
         self._usable()
         try:
-            event = self._next_event(silence, frame)
-        except Cancelled:
-            raise
-        except RemoteProtocolError as error:
-            self._refuse(error)
-            raise
+            event = self._inbox.next()
+            if event is None:
+                event = self._await(silence, frame)
         except BaseException as error:
-            self._fail(error)
+            self._broken(error)
             raise
         self._last = monotonic()
         return event
+
+    def push(self, buffers: Sequence[Buffer]) -> bool:
+        """Hand one frame to the kernel as far as it takes it now; True if that was all.
+
+        Its memory must not change until `push_on` is True. Raises NodeClosed.
+        """
+        self._usable()
+        if self._unsent:
+            self._unsent += _after(0, buffers)
+            return self.push_on()
+        sent = self._send_now(buffers)
+        if sent != _size(buffers):
+            self._unsent = _after(sent, buffers)
+        return not self._unsent
+
+    def push_on(self) -> bool:
+        """Hand over more of what was pushed; True if nothing is left. Raises NodeClosed."""
+        self._usable()
+        if self._unsent:
+            self._unsent = _after(self._send_now(self._unsent), self._unsent)
+        return not self._unsent
+
+    @property
+    def pushing(self) -> bool:
+        """Whether the kernel has not taken all that was pushed."""
+        return bool(self._unsent)
+
+    def pull(self) -> None:
+        """Take, in one read, what has come; poll must have said that something has.
+
+        Raises NodeClosed at the end of the stream.
+        """
+        self._usable()
+        try:
+            self._take()
+        except BaseException as error:
+            self._broken(error)
+            raise
+
+    def next(self) -> E | None:
+        """The next event of what `pull` took; its arrays hold until `next` or `pull` is called.
+
+        Raises RemoteProtocolError after sending the connection's refusal.
+        """
+        try:
+            event = self._inbox.next()
+        except BaseException as error:
+            self._broken(error)
+            raise
+        if event is not None:
+            self._last = monotonic()
+        return event
+
+    def late_at(self, silence: float, looked: float, frame: float | None = None) -> float:
+        """When, by monotonic(), the peer is late, as `receive` says, unless more comes.
+
+        What had come when somebody `looked` came in time, however late that was: there is LATE_LOOK
+        to take it.
+        """
+        due, large = max(self._last + silence, looked + LATE_LOOK), self._inbox.large
+        if large:
+            due = min(due + large / SLOWEST, max(due, self._came_at + silence))
+        if frame is not None and self._inbox.begun:
+            due = min(due, self._begun_at + frame + large / SLOWEST)
+        return due
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has been read that is not yet an event."""
+        return not self._inbox.begun
+
+    @property
+    def bytes_taken(self) -> int:
+        """Bytes of the frames that became events."""
+        return self._inbox.taken
 
     def interrupt(self) -> None:
         """Make `receive` raise Cancelled between two frames, now or when it is next called."""
@@ -184,7 +247,7 @@ class FrameStream(Generic[E]):
             with suppress(OSError):  # wakes a thread that is receiving
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
-            self._buffer = _memory(0)
+            self._unsent = []
 
     def _usable(self) -> None:
         if self._closed:
@@ -192,15 +255,17 @@ class FrameStream(Generic[E]):
                 raise copy(self._end)
             raise LocalProtocolError(f"the link to {self.peer} is closed and was used again")
 
-    def _fail(self, error: BaseException) -> None:
-        self.close(error if isinstance(error, ExpertNetworkError) else None)
+    def _broken(self, error: BaseException) -> None:
+        """Close after any error but Cancelled, after saying why if it is the peer's."""
+        if isinstance(error, RemoteProtocolError):
+            self._refuse(error)
+        elif not isinstance(error, Cancelled):
+            self.close(error if isinstance(error, ExpertNetworkError) else None)
 
     # Sending
 
     def _send(self, buffers: Sequence[Buffer], timeout: float) -> None:
-        size = 0
-        for part in buffers:
-            size += part.nbytes if isinstance(part, memoryview) else len(part)
+        size = _size(buffers)
         if not size:
             return
         deadline = monotonic() + timeout + size / SLOWEST
@@ -220,80 +285,64 @@ class FrameStream(Generic[E]):
         self.bytes_sent += size
 
     def _send_rest(self, buffers: Sequence[Buffer], sent: int, deadline: float) -> None:
-        left = [memoryview(part).cast("B") for part in buffers]
-        while True:
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if not left:
-                return
-            left[0] = left[0][sent:]
+        left = _after(sent, buffers)
+        while left:
             if monotonic() >= deadline:
                 raise TimeoutError
-            sent = self._sock.sendmsg(left)
+            left = _after(self._sock.sendmsg(left), left)
+
+    def _send_now(self, buffers: Sequence[Buffer]) -> int:
+        """How many bytes the kernel takes without waiting."""
+        try:
+            sent = self._sock.sendmsg(buffers, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            gone = self._gone(error)
+            self.close(gone)
+            raise gone from error
+        except BaseException:
+            self.close()
+            raise
+        self.bytes_sent += sent
+        self._last = monotonic()
+        return sent
 
     # Receiving
 
-    def _next_event(self, silence: float, frame: float | None) -> E:
-        # What has come by now came in time, however late we look: there is time to take it.
-        self._deadline = max(self._last + silence, monotonic() + LATE_LOOK)
-        connection = self._connection
-        begun = False
+    def _await(self, silence: float, frame: float | None) -> E:
+        """Read until there is an event."""
+        looked = monotonic()
         while True:
-            needs = connection.needs
-            if not needs:
+            if not self._connection.needs:
                 raise LocalProtocolError(f"the link to {self.peer} has ended and was read again")
-            view = self._room(needs, begun)
-            self._fill(view, silence, frame, begun)
-            event = connection.feed(view)
-            if event is not None:
-                return event
-            begun = True
-
-    def _room(self, needs: int, payload: bool) -> memoryview:
-        if not payload:
-            if needs != len(self._header):
-                self._header = memoryview(bytearray(needs))
-            return self._header
-        size = len(self._buffer)
-        if needs > size or (size > KEPT_BUFFER and needs <= KEPT_BUFFER):
-            # Views of the old buffer keep it alive; we no longer do.
-            self._buffer = _memory(max(needs, FIRST_BUFFER))
-        return self._buffer[:needs]
-
-    def _fill(self, view: memoryview, silence: float, frame: float | None, begun: bool) -> None:
-        got, size = 0, len(view)
-        large = size > FIRST_BUFFER
-        stalled = self._deadline
-        if large:
-            self._deadline += size / SLOWEST
-        while got < size:
-            left = min(self._deadline, stalled) - monotonic()
+            left = self.late_at(silence, looked, frame) - monotonic()
             if left <= 0:
-                raise self._silent(silence, begun)
+                raise self._silent(silence)
             self._wait_at_most(left, silence)
-            count = self._take(view[got:] if got else view, begun)
-            if not count:
-                continue
-            got += count
-            if large:
-                stalled = monotonic() + silence
-            if not begun:
-                begun = True
-                if frame is not None:
-                    self._deadline = min(self._deadline, monotonic() + frame)
+            if self._take():
+                event = self._inbox.next()
+                if event is not None:
+                    return event
 
-    def _take(self, view: memoryview, begun: bool) -> int:
-        """How many bytes came; 0 if none did before the kernel's timeout."""
+    def _take(self) -> bool:
+        """Read what there is; False if nothing came before the kernel's timeout."""
+        inbox = self._inbox
+        begun = inbox.begun
         try:
-            count = self._sock.recv_into(view)
+            count = self._sock.recv_into(inbox.room())
         except BlockingIOError:
-            return 0
+            return False
         except OSError as error:
             raise self._gone(error) from error
         if not count:
             raise self._ended(begun)
+        inbox.came(count)
         self.bytes_received += count
-        return count
+        self._came_at = monotonic()
+        if not begun:
+            self._begun_at = self._came_at
+        return True
 
     def _wait_at_most(self, left: float, silence: float) -> None:
         """Give the kernel a timeout of at most `left`: the same in most calls, so rarely set."""
@@ -342,10 +391,10 @@ class FrameStream(Generic[E]):
 
     # Sentences
 
-    def _silent(self, silence: float, inside: bool) -> NodeTimeout:
-        problem = (
-            f"was silent for {silence:g} s" if not inside else "did not finish a frame in time"
-        )
+    def _silent(self, silence: float) -> NodeTimeout:
+        problem = f"was silent for {silence:g} s"
+        if self._inbox.begun:
+            problem = "did not finish a frame in time"
         return NodeTimeout(self.peer, problem, "check that it runs and that its network is up")
 
     def _not_taken(self, timeout: float) -> NodeTimeout:
@@ -364,6 +413,15 @@ class FrameStream(Generic[E]):
         return NodeClosed(self.peer, problem, "check that it still runs, and its log")
 
 
-def _memory(size: int) -> memoryview:
-    # Unlike a bytearray, not touched before it is used: a large frame costs what has arrived of it.
-    return np.empty(size, np.uint8).data
+def _size(buffers: Sequence[Buffer]) -> int:
+    return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in buffers)
+
+
+def _after(sent: int, buffers: Sequence[Buffer]) -> list[memoryview]:
+    """What is left of `buffers` after their first `sent` bytes."""
+    left = [memoryview(part).cast("B") for part in buffers]
+    while left and sent >= len(left[0]):
+        sent -= len(left.pop(0))
+    if left and sent:
+        left[0] = left[0][sent:]
+    return left

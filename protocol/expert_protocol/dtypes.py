@@ -121,6 +121,10 @@ class WireDType(IntEnum):
         with np.errstate(invalid="ignore"):
             return raw.astype(np.float32)
 
+    def finite(self, raw: RawArray) -> bool:
+        """Whether no value of `raw` (any shape) is a NaN or an infinity."""
+        return finite(raw, self)
+
 
 _COMPUTE = {"float32": WireDType.F32, "bfloat16": WireDType.BF16, "float16": WireDType.F16}
 

@@ -22,6 +22,7 @@ from expert_network.errors import (
     NodeTimeout,
     RemoteProtocolError,
 )
+from expert_network.net import inbox
 from expert_network.net import stream as module
 from expert_network.net.stream import FrameStream
 from expert_protocol.connection import DriverConnection, DriverEvent, NodeConnection, NodeEvent
@@ -153,13 +154,38 @@ def test_any_split_gives_the_same_events(cuts: list[int]) -> None:
     pair.peer.close()
 
 
-def test_nothing_is_read_beyond_a_frame(pair: Pair) -> None:
-    """What follows a frame stays in the socket, where poll sees it."""
+def test_one_read_takes_all_that_is_there(pair: Pair) -> None:
+    """What came with a frame is not in the socket any more: `next` has it, and `idle` says so."""
     asked = pair.ask()
-    pair.say([*pair.node.working(), *pair.node.reply(reply_to(asked))])
-    assert pair.stream.receive(LONG) == Working()
-    assert len(pair.sock.recv(10_000, socket.MSG_PEEK)) == 32 + 8 + asked.rows.nbytes
-    assert isinstance(pair.stream.receive(LONG), Reply)
+    pair.say([*pair.node.working(), *pair.node.reply(reply_to(asked))[:-1]])
+    pair.stream.pull()
+    assert pair.stream.next() == Working()
+    assert pair.stream.next() is None and not pair.stream.idle
+    pair.peer.sendall(reply_to(asked).data.tobytes())
+    pair.stream.pull()
+    assert facts(pair.stream.next()) == facts(reply_to(asked))
+    assert pair.stream.next() is None and pair.stream.idle
+    assert pair.stream.bytes_taken == pair.stream.bytes_received
+
+
+def test_what_the_kernel_does_not_take_is_pushed_on(wide: Pair) -> None:
+    """`push` never waits: what is left goes when there is room, each byte once and in order."""
+    there: FrameStream[NodeEvent] = FrameStream(wide.peer, wide.node, "driver")
+    big, small = dispatch((1,) * 500, width=4096, dtype=WireDType.F32), dispatch(width=4096)
+    assert not wide.stream.push(wide.driver.dispatch(big))
+    assert not wide.stream.push(wide.driver.dispatch(small)) and wide.stream.pushing
+    got: list[Any] = []
+
+    def serve() -> None:
+        got.extend(facts(there.receive(LONG)) for _ in range(2))
+
+    with running(serve):
+        room = select.poll()
+        room.register(wide.sock, select.POLLOUT)
+        while not wide.stream.push_on():
+            room.poll(LONG * 1000)
+    assert got == [facts(big), facts(small)] and not wide.stream.pushing
+    there.close()
 
 
 def test_large_frames_pass(wide: Pair) -> None:
@@ -172,10 +198,10 @@ def test_large_frames_pass(wide: Pair) -> None:
     def serve() -> None:
         first = there.receive(LONG)
         assert isinstance(first, Dispatch) and np.array_equal(first.rows, big.rows)
-        assert len(there._buffer) > module.KEPT_BUFFER
+        assert there._inbox._size > inbox.KEPT_BUFFER
         there.send(node.reply(reply_to(first)), LONG)
         assert isinstance(there.receive(LONG), Dispatch)
-        assert len(there._buffer) == module.FIRST_BUFFER
+        assert there._inbox._size == inbox.FIRST_BUFFER
 
     with running(serve):
         wide.stream.send(driver.dispatch(big), LONG)

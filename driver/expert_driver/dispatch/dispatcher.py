@@ -4,39 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from expert_driver.dispatch.gathering import Call, Gathering, Job, Raw, parts
+from expert_driver.dispatch.gathering import Call, Gathering, Job, parts
 from expert_driver.dispatch.network import Network
 from expert_driver.dispatch.routing import split
+from expert_driver.dispatch.values import Outputs, Sums, Values
 from expert_driver.figures import DispatchTimes
-from expert_network.errors import NodeError
+from expert_network.model.host import HostArray, evaluated
+from expert_network.net.rows import encode
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import ReplyMode
 
-_CAST = {
-    WireDType.F32: mx.float32,
-    WireDType.BF16: mx.bfloat16,
-    WireDType.F16: mx.float16,
-    WireDType.INT8: mx.float32,
-}
-
+Raw = npt.NDArray[Any]
 Finish = Callable[[], mx.array]
+
+#: What MLX casts to for a dtype; what is not here is rounded when it is in memory.
+_CAST = {WireDType.BF16: mx.bfloat16, WireDType.F16: mx.float16}
 
 
 class NetworkExperts:
     """Experts on the nodes of a network. Used by one thread.
 
     `begin_sum` and `begin_outputs` ask the nodes and return at once; what they return waits for the
-    replies, and raises what the dispatch raised. precise: see DISPATCH in docs/protocol.md.
+    replies, and raises what the dispatch raised. A failure may end all dispatches that are under
+    way. precise: see DISPATCH in docs/protocol.md.
     """
 
     def __init__(self, network: Network, precise: bool = False) -> None:
         self._network, self.precise = network, precise
         self._wire = network.wanted.wire
-        self._outstanding: _Dispatched | None = None
 
     def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
         """Every expert's own output, (N, k, D) in x's dtype.
@@ -56,68 +57,59 @@ class NetworkExperts:
 
     def begin_outputs(self, layer: int, x: mx.array, ids: mx.array) -> Finish:
         """Ask for `outputs`."""
-        self._ready()
+        entered = perf_counter()
+        self._network.ready()
         dtypes = [
             WireDType.for_compute(link.greeting.welcome.compute_dtype)
             for link in self._network.links
         ]
-        weights = mx.ones(ids.shape, mx.float32)
-        asked = self._dispatch(layer, ReplyMode.EXACT, dtypes, x, ids, weights)
+        values = Outputs(ids.size, x.shape[-1])
+        weights = np.ones(ids.shape, np.float32)
+        wait = self._ask(entered, layer, ReplyMode.EXACT, dtypes, x, ids, weights, values)
 
         def finish() -> mx.array:
-            made = np.empty((ids.size, x.shape[-1]), np.float32)
-            for job in asked.jobs():
-                for share, data in job.replies:
-                    made[share.pairs] = job.dtype.decode(data)
-            return mx.array(made).astype(x.dtype).reshape(*ids.shape, x.shape[-1])
+            wait()
+            made = values.made.reshape(*ids.shape, x.shape[-1])
+            return _array(made, x).astype(x.dtype)
 
         return finish
 
     def begin_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> Finish:
         """Ask for `weighted_sum`."""
-        self._ready()
-        dtypes = [self._wire] * len(self._network.links)
-        asked = self._dispatch(layer, ReplyMode.SUM, dtypes, x, ids, weights)
+        entered = perf_counter()
+        self._network.ready()
+        places = len(self._network.links)
+        values = Sums(x.shape[0], x.shape[1], places)
+        dtypes = [self._wire] * places
+        wait = self._ask(entered, layer, ReplyMode.SUM, dtypes, x, ids, weights, values)
 
         def finish() -> mx.array:
-            total = np.zeros(x.shape, np.float32)
-            for job in asked.jobs():
-                for share, data in job.replies:
-                    total[share.rows] += job.dtype.decode(data)
-            return mx.array(total)
+            wait()
+            return _array(values.made, x)
 
         return finish
 
     def abandon(self) -> None:
         """Give up what has been asked and not been waited for; its links are closed."""
-        if self._outstanding is not None:
-            self._outstanding.gathering.abandon()
-            self._outstanding = None
+        self._network.exchange.abandon()
 
-    def _ready(self) -> None:
-        if self._outstanding is not None:
-            self._outstanding.complete()
-            self._outstanding = None
-        self._network.ready()
-
-    def _dispatch(
+    def _ask(
         self,
+        entered: float,
         layer: int,
         mode: ReplyMode,
         dtypes: Sequence[WireDType],
         x: mx.array,
         ids: mx.array,
-        weights: mx.array,
-    ) -> _Dispatched:
-        """Ask all nodes, each in its of `dtypes`."""
-        network, entered = self._network, perf_counter()
-        travelling = {dtype: _to_wire(x, dtype) for dtype in dtypes}
-        mx.eval(ids, weights, *travelling.values())
-        evaluated = perf_counter()
-        rows = {dtype: _raw(x, dtype) for dtype, x in travelling.items()}
-        experts = np.asarray(ids)
+        weights: mx.array | Raw,
+        values: Values,
+    ) -> Callable[[], None]:
+        """Ask all nodes, each in its of `dtypes`; what to call to wait for `values`."""
+        network = self._network
+        rows, experts, scores = _evaluated(x, set(dtypes), ids, weights)
+        evaluated_at = perf_counter()
         epoch = network.agreement.roster.epoch
-        call = Call(layer, epoch, mode, rows, experts.astype(np.uint16), _float32(weights))
+        call = Call(layer, epoch, mode, rows, experts.astype(np.uint16), scores, self.precise)
         shares = split(network.agreement.chosen[layer][experts], len(network.links))
         jobs = [
             Job(link, call, dtype, parts(share, link, call, dtype), figures)
@@ -126,69 +118,64 @@ class NetworkExperts:
             )
             if share is not None
         ]
-        gathering = Gathering(jobs)
-        self._outstanding = _Dispatched(network, jobs, gathering, entered, evaluated)
-        return self._outstanding
+        gathering = Gathering(jobs, values)
+        network.exchange.ask(gathering)
+        sent = perf_counter()
+
+        def wait() -> None:
+            network.exchange.wait(gathering)
+            network.used()
+            _report(network, call, gathering, entered, evaluated_at, sent)
+
+        return wait
 
 
-class _Dispatched:
-    """A dispatch that has been sent: its jobs, in the order of the roster."""
-
-    def __init__(
-        self,
-        network: Network,
-        jobs: list[Job],
-        gathering: Gathering,
-        entered: float,
-        evaluated: float,
-    ) -> None:
-        self.gathering = gathering
-        self._network, self._jobs = network, jobs
-        self._entered, self._evaluated, self._sent = entered, evaluated, perf_counter()
-        self._complete = False
-        self._failed: BaseException | None = None
-
-    def jobs(self) -> list[Job]:
-        """Its finished jobs. Raises NodeError."""
-        self.complete()
-        if self._failed is not None:
-            raise self._failed
-        return self._jobs
-
-    def complete(self) -> None:
-        """Take all replies; what that raises is kept for `jobs`."""
-        if self._complete:
-            return
-        self._complete = True
-        try:
-            self.gathering.finish()
-        except NodeError as error:
-            self._failed = error
-            return
-        self._network.used()
-        self._report()
-
-    def _report(self) -> None:
-        network, done = self._network, perf_counter()
-        rows, nodes = len(self._jobs[0].call.ids), tuple(job.times for job in self._jobs)
-        traffic = sum(node.out_bytes + node.in_bytes for node in nodes)
-        network.figures.count(rows, done - self._evaluated, traffic)
-        if network.observer is not None:
-            times = self._entered, self._evaluated, self._sent, done
-            network.observer(DispatchTimes(self._jobs[0].call.layer, rows, *times, nodes))
+def _report(
+    network: Network,
+    call: Call,
+    gathering: Gathering,
+    entered: float,
+    evaluated_at: float,
+    sent: float,
+) -> None:
+    done = perf_counter()
+    count, jobs = len(call.ids), gathering.jobs
+    traffic = sum(job.out_bytes + job.in_bytes for job in jobs)
+    network.figures.count(count, done - evaluated_at, traffic)
+    if network.observer is not None:
+        nodes = tuple(job.times for job in jobs)
+        times = (entered, evaluated_at, sent, done)
+        network.observer(DispatchTimes(call.layer, count, *times, nodes))
 
 
-def _to_wire(x: mx.array, dtype: WireDType) -> mx.array:
-    """x as it travels, lazily: bfloat16 as uint16, since numpy has no such type. int8: not yet."""
-    cast = x.astype(_CAST[dtype])
+def _evaluated(
+    x: mx.array, dtypes: set[WireDType], ids: mx.array, weights: mx.array | Raw
+) -> tuple[dict[WireDType, Raw], Raw, Raw]:
+    """Rows as they travel in each of `dtypes`, ids and float32 weights, after one wait for MLX."""
+    cast = {dtype: _cast(x, dtype) for dtype in dtypes}
+    asked = [ids, *cast.values(), *([weights] if isinstance(weights, mx.array) else [])]
+    experts, *others = evaluated(*asked)
+    scores = others.pop() if isinstance(weights, mx.array) else weights
+    rows = {dtype: _raw(values, dtype) for dtype, values in zip(cast, others, strict=True)}
+    return rows, experts, np.ascontiguousarray(scores, np.float32)
+
+
+def _cast(x: mx.array, dtype: WireDType) -> mx.array:
+    """x in the dtype that `_raw` makes its form of: float32 is rounded there, where it is cheap.
+
+    bfloat16 as uint16, since numpy has no such type.
+    """
+    if x.dtype == mx.float32:
+        return x
+    cast = x.astype(_CAST.get(dtype, mx.float32))
     return cast.view(mx.uint16) if dtype is WireDType.BF16 else cast
 
 
-def _raw(travelling: mx.array, dtype: WireDType) -> Raw:
-    """What `_to_wire` made, evaluated, as the bytes that travel."""
-    values = np.ascontiguousarray(travelling)
-    return dtype.encode(values) if dtype is WireDType.INT8 else values
+def _raw(values: Raw, dtype: WireDType) -> Raw:
+    values = np.ascontiguousarray(values)
+    return encode(values, dtype)[0] if values.dtype == np.float32 else values
 
 
-def _float32(weights: mx.array) -> Raw:
-    return np.ascontiguousarray(weights, np.float32)
+def _array(made: Raw, like: mx.array) -> mx.array:
+    """An array whose values are at hand, if those of `like` are: the trunk reads them then."""
+    return HostArray.of(made) if isinstance(like, HostArray) else mx.array(made)

@@ -1,30 +1,26 @@
-"""Sending one dispatch to several nodes at once and gathering every reply, against the clock."""
+"""One layer's question to all nodes: its parts, who owes what of it, and what has gone wrong."""
 
 from __future__ import annotations
 
-import select
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from time import monotonic, perf_counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy.typing as npt
 
 from expert_driver.dispatch.links import Link
 from expert_driver.dispatch.routing import Share
+from expert_driver.dispatch.values import Values
 from expert_driver.figures import NodeFigures, NodeTimes
-from expert_network.errors import NodeError, NodeRefused, NodeTimeout
-from expert_protocol.dtypes import WireDType, finite
-from expert_protocol.frames import Dispatch, Reply, ReplyMode, Working, rows_that_fit
+from expert_network.errors import ExpertNetworkError, NodeRefused
+from expert_protocol.dtypes import WireDType
+from expert_protocol.frames import Dispatch, Reply, ReplyMode, rows_that_fit
 
-SILENCE_S = 5.0  # without a frame from a node that owes one; a busy node says WORKING each second
-LIMIT_S = 600.0  # for one part in all, however often the node says that it is working
-GRACE_S = 0.5  # for the others to reply once a node has failed, so that the error comes within 1 s
-# Of a dispatch and of its reply. Replies are read one after the other, and a node that waits its
-# turn gives up after its own limit; what the kernel's buffers hold does not wait.
-PART_BYTES = 2 << 20
+# Of a dispatch and of its reply, so that neither end holds more of it at a time. 512 rows of 8192
+# values fit as bf16: a node then reads its experts' weights once for a chunk of a prompt.
+PART_BYTES = 8 << 20
 
 Raw = npt.NDArray[Any]
 
@@ -33,8 +29,8 @@ Raw = npt.NDArray[Any]
 class Call:
     """What a layer asks of all nodes together.
 
-    rows: raw (N, D), once for each dtype that a node is asked in. ids: uint16 (N, k) and weights:
-    float32 (N, k).
+    rows: raw (N, columns(D)), once for each dtype that a node is asked in. ids: uint16 (N, k) and
+    weights: float32 (N, k).
     """
 
     layer: int
@@ -43,6 +39,7 @@ class Call:
     rows: Mapping[WireDType, Raw]
     ids: Raw
     weights: Raw
+    precise: bool = False
 
     def dispatch(self, share: Share, dtype: WireDType) -> Dispatch:
         """The frame for one share."""
@@ -51,94 +48,96 @@ class Call:
             rows = rows[share.rows]
         ids = self.ids.reshape(-1)[share.pairs]
         weights = self.weights.reshape(-1)[share.pairs]
-        return Dispatch(self.layer, self.epoch, self.mode, dtype, rows, share.offsets, ids, weights)
+        return Dispatch(
+            self.layer, self.epoch, self.mode, dtype, rows, share.offsets, ids, weights,
+            self.precise,
+        )  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
 class Job:
     """One node's part of a call, in as many dispatches as its limits ask for.
 
-    `replies` pairs each part with its values, raw (R, D) or (P, D).
+    place: its number among the jobs of the call. left: parts that are not answered.
     """
 
-    link: Link
-    call: Call
-    dtype: WireDType
-    waiting: deque[Share]
-    figures: NodeFigures
-    replies: list[tuple[Share, Raw]] = field(default_factory=list)
-    silent_at: float = 0.0
-    late_at: float = 0.0
-    traffic: tuple[int, int] = (0, 0)
-    #: For NodeTimes.
-    sent: float = 0.0
-    replied: float = 0.0
-    spent_us: tuple[int, int] = (0, 0)
-    moved: tuple[int, int] = (0, 0)
+    __slots__ = (
+        "call", "compute_us", "done", "dtype", "figures", "gathering", "in_bytes", "left", "link",
+        "out_bytes", "parts", "place", "queue_us", "replied", "sent",
+    )  # fmt: skip
 
-    def send(self) -> bool:
-        """Send the first part that waits; False, since its reply is owed."""
-        self.late_at, self.traffic = monotonic() + LIMIT_S, self.link.traffic
-        self.link.dispatch(self.call.dispatch(self.waiting[0], self.dtype), SILENCE_S)
-        self.sent = self.sent or perf_counter()
-        self.silent_at = monotonic() + SILENCE_S
-        return False
+    gathering: Gathering
 
-    def take(self, frame_s: float | None) -> bool:
-        """Read the frame that has begun to arrive, in `frame_s`; True once nothing more is owed."""
-        event = self.link.receive(SILENCE_S, frame_s)
-        now = monotonic()
-        self.silent_at = now + SILENCE_S
-        if not isinstance(event, Reply):
-            assert isinstance(event, Working), event
-            return self.check(now)
-        if not finite(event.data, event.dtype):
-            self.link.close()
-            problem = "answered with values that are not finite"
-            raise NodeRefused(self.link.name, problem, "see its log, and `expert-net verify`")
-        share = self.waiting.popleft()
-        # The reply's memory is the link's, and the next frame's too.
-        self.replies.append((share, event.data.copy()))
-        self._count(share, event)
-        if self.waiting:
-            self.send()
-        return not self.waiting
+    def __init__(
+        self, link: Link, call: Call, dtype: WireDType, parts: deque[Share], figures: NodeFigures
+    ) -> None:
+        self.link, self.call, self.dtype, self.figures = link, call, dtype, figures
+        self.parts, self.left = parts, len(parts)
+        self.place = 0
+        self.done = False
+        self.sent = self.replied = 0.0
+        self.queue_us = self.compute_us = self.out_bytes = self.in_bytes = 0
 
-    def _count(self, share: Share, reply: Reply) -> None:
+    def count(self, share: Share, reply: Reply, out: int, back: int) -> None:
+        """Add the figures of one part that was answered."""
         figures = self.figures
         figures.dispatches += 1
         figures.rows += len(share.rows)
         figures.pairs += len(share.pairs)
         figures.queue_us += reply.queue_us
         figures.compute_us += reply.compute_us
-        sent, received = self.link.traffic
-        out, back = sent - self.traffic[0], received - self.traffic[1]
         figures.sent += out
         figures.received += back
+        self.queue_us += reply.queue_us
+        self.compute_us += reply.compute_us
+        self.out_bytes += out
+        self.in_bytes += back
         self.replied = perf_counter()
-        self.spent_us = self.spent_us[0] + reply.queue_us, self.spent_us[1] + reply.compute_us
-        self.moved = self.moved[0] + out, self.moved[1] + back
 
     @property
     def times(self) -> NodeTimes:
         """What it took, once nothing more is owed."""
-        return NodeTimes(self.link.name, self.sent, self.replied, *self.spent_us, *self.moved)
+        return NodeTimes(
+            self.link.name, self.sent, self.replied, self.queue_us, self.compute_us,
+            self.out_bytes, self.in_bytes,
+        )  # fmt: skip
 
-    @property
-    def deadline(self) -> float:
-        """When the node will have been silent, or busy, for too long."""
-        return min(self.silent_at, self.late_at)
 
-    def check(self, now: float) -> bool:
-        """False, since its reply is owed. Past the deadline, closes the link: NodeTimeout."""
-        if now < self.deadline:
-            return False
-        self.link.close()
-        if now >= self.silent_at:
-            problem = f"has sent nothing for {SILENCE_S:g} s"
-            raise NodeTimeout(self.link.name, problem, "see whether it and its network are up")
-        problem = f"has worked on one dispatch for {LIMIT_S:g} s"
-        raise NodeTimeout(self.link.name, problem, "see what keeps it busy")
+class Gathering:
+    """The jobs of one call while they are under way. `values` takes what comes.
+
+    owing: how many are neither finished nor failed. failed: what went wrong, in that order.
+    over_at: when, by monotonic(), the others have had their time after a failure.
+    """
+
+    def __init__(self, jobs: Sequence[Job], values: Values) -> None:
+        self.jobs, self.values = jobs, values
+        self.owing = len(jobs)
+        self.failed: list[ExpertNetworkError] = []
+        self.over_at = float("inf")
+        for place, job in enumerate(jobs):
+            job.place, job.gathering = place, self
+
+    def take(self, job: Job, share: Share, reply: Reply) -> None:
+        """Take the answer to one part. Raises NodeRefused for values that are not finite."""
+        if job.done:
+            return  # it has failed, and this was under way
+        if not self.values.put(job.place, share, reply.data, reply.dtype):
+            job.link.close()
+            problem = "answered with values that are not finite"
+            raise NodeRefused(job.link.name, problem, "see its log, and `expert-net verify`")
+        job.left -= 1
+        if not job.left:
+            self.values.finish(job.place)
+            job.done = True
+            self.owing -= 1
+
+    def fail(self, job: Job, error: ExpertNetworkError, over_at: float) -> None:
+        """Count `job` as failed; the others have until `over_at`."""
+        if not job.done:
+            job.done = True
+            self.owing -= 1
+            self.failed.append(error)
+            self.over_at = min(self.over_at, over_at)
 
 
 def parts(share: Share, link: Link, call: Call, dtype: WireDType) -> deque[Share]:
@@ -153,88 +152,3 @@ def parts(share: Share, link: Link, call: Call, dtype: WireDType) -> deque[Share
     if len(share.rows) <= rows:
         return deque((share,))
     return deque(share.part(start, start + rows) for start in range(0, len(share.rows), rows))
-
-
-class Gathering:
-    """All jobs of one dispatch, sent: those that are owed a reply, by descriptor.
-
-    If a node fails the others may still reply for GRACE_S; then the first failure is raised. Links
-    that failed or still owe a reply are closed, also when an interrupt breaks this off.
-    """
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._owing: dict[int, Job] = {}
-        self._poll = select.poll()
-        self._over_at = float("inf")
-        self._failed: list[NodeError] = []
-        try:
-            for job in jobs:
-                self._begin(job)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def finish(self) -> None:
-        """Take all replies. Raises NodeError, also when called again after it has failed."""
-        try:
-            self._take_all()
-        finally:
-            self.abandon()
-        if self._failed:
-            raise self._failed[0]
-
-    def abandon(self) -> None:
-        """Close the links that still owe a reply."""
-        for job in self._owing.values():
-            job.link.close()
-
-    def _begin(self, job: Job) -> None:
-        descriptor = job.link.fileno()
-        self._owing[descriptor] = job
-        self._poll.register(descriptor, select.POLLIN)
-        self._try(descriptor, job.send)
-
-    def _take_all(self) -> None:
-        while self._owing and (now := monotonic()) < self._over_at:
-            for descriptor in self._arrived(now):
-                if self._try(descriptor, partial(self._owing[descriptor].take, self._left())):
-                    self._forget(descriptor)
-            self._expire()
-
-    def _left(self) -> float | None:
-        """Seconds for a frame to be complete, once a node has failed."""
-        return None if not self._failed else max(0.0, self._over_at - monotonic())
-
-    def _arrived(self, now: float) -> list[int]:
-        """Descriptors with something to read, waiting until the next deadline for one."""
-        left = min(self._over_at, *(job.deadline for job in self._owing.values())) - now
-        # Rounded up: poll counts whole milliseconds, and 0 would spin until the deadline.
-        return [descriptor for descriptor, _ in self._poll.poll(max(0, int(left * 1000) + 1))]
-
-    def _expire(self) -> None:
-        now = monotonic()
-        late = [descriptor for descriptor, job in self._owing.items() if now >= job.deadline]
-        if not late:
-            return
-        # One node's frame can take longer than another may be silent: what that one has sent
-        # meanwhile is there to be read.
-        readable = {descriptor for descriptor, _ in self._poll.poll(0)}
-        for descriptor in late:
-            if descriptor not in readable:
-                self._try(descriptor, partial(self._owing[descriptor].check, now))
-
-    def _try(self, descriptor: int, act: Callable[[], bool]) -> bool:
-        try:
-            return act()
-        except NodeError as error:
-            self._fail(descriptor, error)
-            return False
-
-    def _fail(self, descriptor: int, error: NodeError) -> None:
-        self._forget(descriptor)
-        self._failed.append(error)
-        self._over_at = min(self._over_at, monotonic() + GRACE_S)
-
-    def _forget(self, descriptor: int) -> None:
-        del self._owing[descriptor]
-        self._poll.unregister(descriptor)

@@ -21,7 +21,17 @@ from expert_network.errors import (
 from expert_network.net.auth import ClusterKey
 from expert_network.net.stream import FrameStream, open_link
 from expert_protocol.connection import DriverConnection, DriverEvent
-from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Goodbye, Hello, Pong, Welcome
+from expert_protocol.frames import (
+    Dispatch,
+    ErrorCode,
+    ErrorReply,
+    Goodbye,
+    Hello,
+    Pong,
+    Reply,
+    Welcome,
+)
+from expert_protocol.header import HEADER_SIZE
 
 CONNECT_S = 5.0  # for TCP, the Upgrade, the key's round and the WELCOME together
 PONG_S = 2.0  # for a node to answer a PING while nothing is asked of it
@@ -73,7 +83,7 @@ class Opener:
 
 
 class Link:
-    """An open link that has been greeted. Has at most one dispatch outstanding.
+    """An open link that has been greeted.
 
     After a NodeError it is closed, but for the refusal of one dispatch.
     """
@@ -82,10 +92,7 @@ class Link:
         self, stream: FrameStream[DriverEvent], connection: DriverConnection, greeting: Greeting
     ) -> None:
         self._stream, self._connection, self.greeting = stream, connection, greeting
-
-    @property
-    def name(self) -> str:
-        return self.greeting.name
+        self.name = greeting.name
 
     @property
     def closed(self) -> bool:
@@ -100,18 +107,49 @@ class Link:
         """For poll; -1 once closed."""
         return self._stream.fileno()
 
-    def dispatch(self, dispatch: Dispatch, timeout_s: float) -> None:
-        """Send it. Raises NodeClosed, or NodeTimeout if the node takes no bytes for so long."""
-        self._stream.send(self._connection.dispatch(dispatch), timeout_s)
+    @property
+    def bytes_taken(self) -> int:
+        """Bytes of the frames that `next` has given."""
+        return self._stream.bytes_taken
 
-    def receive(self, silence_s: float, frame_s: float | None = None) -> DriverEvent:
-        """The next event; its arrays hold until the next call.
+    def push(self, dispatch: Dispatch) -> int:
+        """Send it, as far as that goes without waiting; its size in bytes. Raises NodeClosed."""
+        frame = self._connection.dispatch(dispatch)
+        self._stream.push(frame)
+        return HEADER_SIZE + sum(memoryview(part).nbytes for part in frame[1:])
 
-        Raises NodeTimeout if no frame comes within `silence_s` of the last one, or if one takes
-        longer than `frame_s`; NodeClosed, for a GOODBYE as well; NodeRefused.
+    def push_on(self) -> bool:
+        """Send more of what was pushed; True if nothing is left. Raises NodeClosed."""
+        return self._stream.push_on()
+
+    @property
+    def pushing(self) -> bool:
+        """Whether the kernel has not taken all that was pushed."""
+        return self._stream.pushing
+
+    def pull(self) -> None:
+        """Take what has come: poll must have said that something has. Raises NodeClosed."""
+        self._stream.pull()
+
+    def next(self) -> DriverEvent | None:
+        """The next event of what has come; its arrays hold until `next` or `pull` is called.
+
+        Raises NodeClosed, for a GOODBYE as well, NodeRefused or NotANode.
         """
-        with _explained(self.name):
-            event = self._stream.receive(silence_s, frame_s)
+        try:
+            event = self._stream.next()
+        except RemoteProtocolError as error:
+            raise not_the_protocol(self.name, error) from error
+        if event is not None and type(event) is not Reply:
+            self._meet(event)
+        return event
+
+    def late_at(self, silence_s: float, looked: float) -> float:
+        """When, by monotonic(), the node will have been silent for too long. See FrameStream."""
+        return self._stream.late_at(silence_s, looked)
+
+    def _meet(self, event: DriverEvent) -> None:
+        """Raise what an event means that is no answer."""
         if self._connection.closed:
             self.close()
         if isinstance(event, Goodbye):
@@ -119,19 +157,18 @@ class Link:
             raise NodeClosed(self.name, f"ended the link ({reason})", "start it again")
         if isinstance(event, ErrorReply):
             raise refusal(self.name, event)
-        return event
 
     def check(self, ping: bool) -> None:
         """Close the link if the node has ended it, or (`ping`) if it does not answer."""
         if self.closed:
             return
         try:
-            if _readable(self.fileno()):
+            if not self._stream.idle or _readable(self.fileno()):
                 # Nothing is outstanding: whatever came, a GOODBYE or the end, means no more links.
                 self.close()
             elif ping:
                 self._stream.send(self._connection.ping(), PONG_S)
-                if not isinstance(self.receive(PONG_S), Pong):
+                if not isinstance(self._stream.receive(PONG_S), Pong):
                     self.close()
         except ExpertNetworkError:
             self.close()

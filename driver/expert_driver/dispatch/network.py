@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
 from expert_driver.dispatch.agreement import Agreement, Wanted, agree
+from expert_driver.dispatch.exchange import Exchange
 from expert_driver.dispatch.links import Link
 from expert_driver.figures import DispatchTimes, NetworkFigures, NodeFigures
 
@@ -28,6 +29,7 @@ class Network:
         self._links: dict[str, Link] = {}
         self._used = monotonic()
         self.links: list[Link] = []
+        self.exchange = Exchange()
         self.observer: Callable[[DispatchTimes], None] | None = None
         mode = "exact" if wanted.exact else "sum"
         self.figures = NetworkFigures(mode, wanted.wire.label, len(wanted.shape), [])
@@ -38,7 +40,8 @@ class Network:
         unused = monotonic() - self._used
         if unused > LOOK_S:
             for link in self.links:
-                link.check(ping=unused > PING_S)
+                if not self.exchange.busy(link):
+                    link.check(ping=unused > PING_S)
         if any(link.closed for link in self.links):
             self.agreement = self._reopen()
         return self.agreement

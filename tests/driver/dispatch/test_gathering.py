@@ -16,9 +16,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from expert_driver.dispatch import gathering, network
+from expert_driver.dispatch import exchange, gathering, network
 from expert_driver.dispatch.agreement import Wanted
 from expert_driver.dispatch.dispatcher import Finish, NetworkExperts
+from expert_driver.dispatch.gathering import Gathering, Job
 from expert_driver.dispatch.links import Link, Opener, link_refusal, refusal
 from expert_driver.dispatch.network import Network, open_all
 from expert_driver.dispatch.routing import split
@@ -30,6 +31,7 @@ from expert_network.errors import (
     NodeTimeout,
     NotANode,
 )
+from expert_network.net import stream
 from expert_network.net.stream import SEND_TIMEOUT, FrameStream
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Hello, ReplyMode, reply_size
@@ -181,13 +183,13 @@ def test_the_bits_do_not_depend_on_the_parts(
 
 
 @pytest.mark.parametrize("mode", ReplyMode)
-def test_no_reply_is_over_two_mebibytes(mode: ReplyMode) -> None:
-    """A long prompt in a large model is asked for in parts whose replies are 2 MiB at most."""
-    hidden, k = 2048, 8
-    owners = np.random.default_rng(7).integers(0, 2, (512, k))
-    rows = {WireDType.F32: np.zeros((512, hidden), np.float32)}
-    weights = np.ones((512, k), np.float32)
-    call = gathering.Call(LAYER, 0, mode, rows, np.zeros((512, k), np.uint16), weights)
+def test_no_reply_is_over_eight_mebibytes(mode: ReplyMode) -> None:
+    """A long prompt in a large model is asked for in parts whose replies are 8 MiB at most."""
+    hidden, k, count = 2048, 8, 1200
+    owners = np.random.default_rng(7).integers(0, 2, (count, k))
+    rows = {WireDType.F32: np.zeros((count, hidden), np.float32)}
+    weights = np.ones((count, k), np.float32)
+    call = gathering.Call(LAYER, 0, mode, rows, np.zeros((count, k), np.uint16), weights)
     with nodes_of("a") as nodes:
         link = Opener(None, HELLO, lambda layer: hidden).open(nodes[0].url)
         share = split(owners, 2)[0]
@@ -198,7 +200,8 @@ def test_no_reply_is_over_two_mebibytes(mode: ReplyMode) -> None:
     assert np.array_equal(np.concatenate([part.pairs for part in made]), share.pairs)
     for part in made:
         size = reply_size(len(part.rows), len(part.pairs), hidden, mode, WireDType.F32)
-        assert size <= 2 << 20
+        assert size <= 8 << 20
+    assert len(made) > 1
 
 
 def test_rows_of_any_layout(experts: NetworkExperts) -> None:
@@ -235,15 +238,37 @@ def test_dispatches_that_overlap(experts: NetworkExperts) -> None:
         assert np.array_equal(np.array(outputs()), OUTPUTS)
 
 
-def test_each_dispatch_raises_its_own_failure(
+def test_a_link_that_ends_fails_all_that_is_owed_on_it(
     pair: list[FakeNode], experts: NetworkExperts
 ) -> None:
-    """A dispatch that failed while another was begun raises when it is waited for itself."""
-    failing(pair[1], lambda link, dispatch: link.sock.close())
-    first, second = begun(experts, 6), begun(experts, 1)
-    with pytest.raises(NodeClosed):
+    """Each dispatch that was under way raises when it is waited for; the next one succeeds."""
+    released = Event()
+
+    def end(link: FakeLink, dispatch: Dispatch) -> None:
+        released.wait(20)
+        link.sock.close()
+
+    failing(pair[1], end)
+    waiting = [begun(experts, 6), begun(experts, 6)]
+    released.set()
+    for finish in waiting:
+        with pytest.raises(NodeClosed):
+            finish()
+    np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+
+
+def test_a_refusal_fails_one_dispatch_alone(pair: list[FakeNode], experts: NetworkExperts) -> None:
+    """What was asked on the link after the refused dispatch is answered."""
+
+    def refuse(link: FakeLink, dispatch: Dispatch) -> None:
+        link.stream.send(link.connection.error(ErrorCode.BAD_VALUES, "no"))
+
+    failing(pair[1], refuse)
+    first, second = begun(experts, 6), begun(experts, 6)
+    np.testing.assert_allclose(np.array(second()), SUM, rtol=1e-5)
+    with pytest.raises(NodeRefused):
         first()
-    np.testing.assert_allclose(np.array(second()), SUM[:1], rtol=1e-5)
+    assert len(pair[1].links) == 1
 
 
 def test_what_is_abandoned_is_owed_no_more(pair: list[FakeNode], experts: NetworkExperts) -> None:
@@ -351,7 +376,7 @@ def test_silence_is_a_timeout(
     pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that sends nothing is NodeTimeout after the silence that is allowed."""
-    monkeypatch.setattr(gathering, "SILENCE_S", 0.3)
+    monkeypatch.setattr(exchange, "SILENCE_S", 0.3)
     released = Event()
     failing(pair[1], lambda link, dispatch: released.wait(20))
     with pytest.raises(NodeTimeout) as caught:
@@ -363,47 +388,63 @@ def test_silence_is_a_timeout(
 
 def test_the_silence_that_is_allowed() -> None:
     """Silence means death after five seconds, and the notices say so."""
-    assert gathering.SILENCE_S == 5.0
+    assert exchange.SILENCE_S == 5.0
 
 
-def test_a_reply_that_waits_its_turn_is_not_silence(
+def test_no_reply_waits_for_another(
     pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one node's frame takes longer than silence may, another's reply counts as come."""
-    skipped = [0.0]
-    reading, replied = Event(), Event()
-    receive = Link.receive
+    """While one node's frame has only begun to come, another's reply is taken."""
+    taken = Event()
+    take = Gathering.take
 
-    def noted(link: Link, silence_s: float, frame_s: float | None = None) -> Any:
-        if link.name == "a":
-            reading.set()
-        return receive(link, silence_s, frame_s)
+    def noted(gathering: Gathering, job: Job, *answer: Any) -> None:
+        take(gathering, job, *answer)
+        if job.link.name == "b":
+            taken.set()
 
     def slowly(link: FakeLink, dispatch: Dispatch) -> None:
         whole = b"".join(link.connection.reply(computed(dispatch)))
         link.sock.sendall(whole[:16])
-        replied.wait(20)
-        skipped[0] = 2 * gathering.SILENCE_S
+        taken.wait(20)
         link.sock.sendall(whole[16:])
 
-    def meanwhile(link: FakeLink, dispatch: Dispatch) -> None:
-        reading.wait(20)
-        answer(link, dispatch)
-        replied.set()
-
     failing(pair[0], slowly)
-    failing(pair[1], meanwhile)
-    monkeypatch.setattr(Link, "receive", noted)
-    monkeypatch.setattr(gathering, "monotonic", lambda: monotonic() + skipped[0])
+    monkeypatch.setattr(Gathering, "take", noted)
     np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
-    assert replied.is_set() and len(pair[1].links) == 1
+    assert taken.is_set()
+
+
+def test_what_came_in_time_is_not_late(
+    pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply that came while the driver was busy for long is taken, however many reads it is."""
+    rows = 4096
+    answered = [Event(), Event()]
+
+    def soon(met: Event) -> Any:
+        def behave(link: FakeLink, dispatch: Dispatch) -> None:
+            answer(link, dispatch)
+            met.set()
+
+        return behave
+
+    for node, met in zip(pair, answered, strict=True):
+        failing(node, soon(met))
+    x, ids = np.resize(X, (rows, HIDDEN)), np.resize(IDS, (rows, 3))
+    finish = experts.begin_outputs(LAYER, mx.array(x), mx.array(ids))
+    assert all(met.wait(20) for met in answered)
+    later = 2 * exchange.SILENCE_S
+    for module in (exchange, stream):
+        monkeypatch.setattr(module, "monotonic", lambda: monotonic() + later)
+    assert np.array_equal(np.array(finish()), np.resize(OUTPUTS, (rows, 3, HIDDEN)))
 
 
 def test_working_is_not_silence(
     pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that says WORKING may take longer than silence is allowed to last."""
-    monkeypatch.setattr(gathering, "SILENCE_S", 0.3)
+    monkeypatch.setattr(exchange, "SILENCE_S", 0.3)
 
     def slow(link: FakeLink, dispatch: Dispatch) -> None:
         until = monotonic() + 0.8
@@ -421,7 +462,7 @@ def test_working_for_ever_is_a_timeout(
     pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch, pause: float
 ) -> None:
     """A node that says WORKING for ever is given up at the limit, even if there is always more."""
-    monkeypatch.setattr(gathering, "LIMIT_S", 0.4)
+    monkeypatch.setattr(exchange, "LIMIT_S", 0.4)
 
     def for_ever(link: FakeLink, dispatch: Dispatch) -> None:
         until = monotonic() + 4.0
@@ -515,7 +556,7 @@ def test_a_late_reply_is_never_the_next_layers(
     pair: list[FakeNode], experts: NetworkExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reply that comes after its dispatch was given up goes nowhere."""
-    monkeypatch.setattr(gathering, "SILENCE_S", 0.2)
+    monkeypatch.setattr(exchange, "SILENCE_S", 0.2)
     released = Event()
 
     def late(link: FakeLink, dispatch: Dispatch) -> None:
@@ -525,7 +566,7 @@ def test_a_late_reply_is_never_the_next_layers(
     failing(pair[1], late)
     with pytest.raises(NodeTimeout):
         summed(experts, rows=2)
-    monkeypatch.setattr(gathering, "SILENCE_S", 5.0)
+    monkeypatch.setattr(exchange, "SILENCE_S", 5.0)
     released.set()
     for rows in (1, 6, 2):
         np.testing.assert_allclose(summed(experts, rows), SUM[:rows], rtol=1e-5)
