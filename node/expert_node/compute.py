@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from expert_network.net.rows import decode, encode
 from expert_node.metrics import Counters
 from expert_protocol.frames import (
     Dispatch,
@@ -20,7 +21,6 @@ from expert_protocol.frames import (
     Reply,
     ReplyMode,
     WireDType,
-    finite,
 )
 
 log = logging.getLogger("expert_node")
@@ -46,8 +46,12 @@ class Blocks(Protocol):
         offsets: NDArray[np.uint32],
         ids: NDArray[np.uint16],
         weights: NDArray[np.float32],
+        precise: bool,
     ) -> NDArray[np.float32]:
-        """float32 (R, D) for SUM, (P, D) for EXACT. One caller at a time."""
+        """float32 (R, D) for SUM, (P, D) for EXACT. One caller at a time.
+
+        precise: with activations in the compute dtype, as EXACT always is.
+        """
 
 
 class Turns:
@@ -135,8 +139,8 @@ class Computer:
         return ErrorReply(ErrorCode.NOT_OWNED, message)
 
     def _reply(self, dispatch: Dispatch) -> Reply | ErrorReply:
-        rows = dispatch.dtype.decode(dispatch.rows)
-        if not (_all_finite(rows, dispatch.weights) and _sound(dispatch)):
+        rows, finite = decode(dispatch.rows, dispatch.dtype)
+        if not (finite and WireDType.F32.finite(dispatch.weights)):
             message = f"the dispatch for layer {dispatch.layer} has values that are not finite"
             return ErrorReply(ErrorCode.BAD_VALUES, message)
         asked = perf_counter()
@@ -149,10 +153,11 @@ class Computer:
                 dispatch.offsets,
                 dispatch.ids,
                 dispatch.weights,
+                dispatch.precise,
             )
             ended = perf_counter()
-        data = dispatch.dtype.encode(values)
-        if not finite(data, dispatch.dtype):
+        data, finite = encode(values, dispatch.dtype)
+        if not finite:
             message = (
                 f"layer {dispatch.layer} gives values that {dispatch.dtype.label} cannot carry; "
                 "choose a wider --wire"
@@ -168,24 +173,3 @@ def _mask(owned: Ids) -> NDArray[np.bool_]:
     held = np.zeros(1 << 16, np.bool_)
     held[owned] = True
     return held
-
-
-def _sound(dispatch: Dispatch) -> bool:
-    """False for int8 scales that may not come, though their products are finite."""
-    return dispatch.dtype is not WireDType.INT8 or finite(dispatch.rows, WireDType.INT8)
-
-
-def _all_finite(*arrays: NDArray[np.float32]) -> bool:
-    """np.isfinite of everything, in half the time for the few rows of the token loop."""
-    with np.errstate(invalid="ignore"):
-        for values in arrays:
-            if values.size > len(_ZEROS):
-                if not np.isfinite(values).all():
-                    return False
-            # Zero times an infinity or a NaN is NaN, and nothing else is.
-            elif values.reshape(-1).dot(_ZEROS[: values.size]) != 0:
-                return False
-    return True
-
-
-_ZEROS = np.zeros(1 << 16, np.float32)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Semaphore
 from typing import Any
 
 import numpy as np
 import pytest
 
-from expert_node.compute import Computer, Turns, _all_finite
+from expert_node.compute import Computer, Turns
 from expert_node.metrics import Counters
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Reply, ReplyMode, WireDType
 from tests.support.wire import KINDS_OF_ROWS
@@ -27,15 +27,17 @@ class FakeBlocks:
     compute_dtype: str = "float32"
     factor: float = 1.0
     error: Exception | None = None
+    precise: list[bool] = field(default_factory=list)
 
     def owned(self, layer: int) -> Any:
         return np.array([1, 4] if layer == 3 else [], np.intp)
 
     def compute(
-        self, layer: int, mode: int, rows: Any, offsets: Any, ids: Any, weights: Any
+        self, layer: int, mode: int, rows: Any, offsets: Any, ids: Any, weights: Any, precise: bool
     ) -> Any:
         if self.error:
             raise self.error
+        self.precise.append(precise)
         assert rows.dtype == np.float32
         counts = np.diff(offsets)
         return self.factor * (np.repeat(rows, counts, axis=0) if mode else rows)
@@ -59,6 +61,15 @@ def asked(dtype: WireDType = WireDType.F32, **changes: Any) -> Dispatch:
 
 def computer(**changes: Any) -> Computer:
     return Computer("a", FakeBlocks(**changes), SHAPE, Counters())
+
+
+def test_precision_is_the_dispatchs() -> None:
+    """The blocks are told whether the dispatch asked for precise activations."""
+    blocks = FakeBlocks()
+    asking = Computer("a", blocks, SHAPE, Counters())
+    for precise in (True, False):
+        asking.answer(asked(precise=precise))
+    assert blocks.precise == [True, False]
 
 
 def refusal(dispatch: Dispatch, **changes: Any) -> ErrorReply:
@@ -120,16 +131,6 @@ def test_int8_scales_that_may_not_come(scale: int) -> None:
     rows = WireDType.INT8.encode(np.zeros((2, HIDDEN), np.float32))
     rows[1, -2:] = (scale & 255, scale >> 8)
     assert refusal(asked(WireDType.INT8, rows=rows)).code is ErrorCode.BAD_VALUES
-
-
-@pytest.mark.parametrize("count", [1, 1 << 16, (1 << 16) + 1])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_bad_value_among_many(count: int, value: float) -> None:
-    """The quick check for few values and the thorough one for many find the same."""
-    values = np.full(count, np.finfo(np.float32).max)
-    assert _all_finite(values)
-    values[-1] = value
-    assert not _all_finite(values[:1], values)
 
 
 def test_bad_weights() -> None:
