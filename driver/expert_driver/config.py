@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from expert_network.backend import Kernels
+from expert_network.errors import InputError
 from expert_network.net.auth import ClusterKey
 
 
@@ -22,6 +24,24 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Computing:
+    """Which kernels compute in this process, and how precisely here and on nodes.
+
+    `precision` is "int8", "f32", or "auto": f32 with --exact, else int8 where kernels have it.
+    """
+
+    precision: str = "auto"
+    kernels: Kernels = "auto"
+    threads: int | None = None
+
+    def precise(self, exact: bool) -> bool:
+        """Whether activations stay float32. Raises InputError for int8 with --exact."""
+        if exact and self.precision == "int8":
+            raise InputError("--exact is never computed in int8; leave one of the two out.")
+        return exact or self.precision == "f32"
+
+
+@dataclass(frozen=True)
 class NetworkConfig:
     """Which nodes, and how to talk to them. No nodes: all experts in this process.
 
@@ -34,3 +54,4 @@ class NetworkConfig:
     wire: str | None
     key: ClusterKey | None
     home: Path
+    computing: Computing = Computing()

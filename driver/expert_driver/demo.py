@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from expert_driver import tables
-from expert_driver.config import NetworkConfig, Sampling
+from expert_driver.config import Computing, NetworkConfig, Sampling
 from expert_driver.nodeprocess import NodeProcess, running
 from expert_network.store.manifest import TRUNK, Manifest
 from expert_network.units import size
@@ -28,17 +28,22 @@ MOST_NODES = len(_NAMES)
 
 
 def run(
-    prompt: str | None, count: int, sampling: Sampling, environment: Mapping[str, str], home: Path
+    prompt: str | None,
+    count: int,
+    sampling: Sampling,
+    computing: Computing,
+    environment: Mapping[str, str],
+    home: Path,
 ) -> None:
     """Start `count` nodes, answer `prompt` through them, chat if a person is there, stop them."""
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    with ended_by_sigterm(), running(_NAMES[:count], STORE, own(environment)) as nodes:
+    with ended_by_sigterm(), _nodes(count, computing, environment) as nodes:
         say(f"Starting {count} nodes on this machine, each with its part of the experts.")
         # While they start: this takes as long as they do.
         from expert_driver import opening, talk
 
         urls = tuple(node.wait_ready() for node in nodes)
-        config = NetworkConfig(urls, exact=False, wire=None, key=None, home=home)
+        config = NetworkConfig(urls, False, None, None, home, computing)
         with opening.opened(str(STORE), config, with_text=True) as session:
             if session.network is not None:
                 show_split(nodes, urls, session.store.manifest, session.network)
@@ -46,6 +51,15 @@ def run(
             say(f"> {question}")
             chat = at_terminal and prompt is None
             talk.talk(session, sampling, question, None, verbose=True, chat=chat)
+
+
+def _nodes(
+    count: int, computing: Computing, environment: Mapping[str, str]
+) -> AbstractContextManager[list[NodeProcess]]:
+    options = [f"--kernels={computing.kernels}"]
+    if computing.threads is not None:
+        options.append(f"--threads={computing.threads}")
+    return running(_NAMES[:count], STORE, own(environment), options)
 
 
 def show_split(

@@ -118,8 +118,13 @@ class NetworkFigures:
         return median(self.single_s) if self.single_s else 0.0
 
 
-def lines(timing: Timing, network: NetworkFigures | None, peak_bytes: int) -> list[str]:
-    """The figures of one reply, in lines for 80 columns; docs/driver.md says how to read them."""
+def lines(
+    timing: Timing, network: NetworkFigures | None, peak_bytes: int, mode: str, computing: str
+) -> list[str]:
+    """The figures of one reply, in lines for 80 columns; docs/driver.md says how to read them.
+
+    `mode` is "sum" or "exact", `computing` names the kernels of this process.
+    """
     read = timing.prompt_tokens - timing.reused
     rate = (timing.tokens - 1) / timing.decode_s if timing.decode_s else 0.0
     found = [
@@ -128,9 +133,10 @@ def lines(timing: Timing, network: NetworkFigures | None, peak_bytes: int) -> li
         f"first token after {duration(timing.first_token_s)}; peak memory {size(peak_bytes)}",
     ]
     if network is None:
-        return [*found, "experts: all in this process, exact"]
+        return [*found, f"experts: all in this process, {mode}; kernels: {computing}"]
     found += [
         f"experts: {len(network.nodes)} nodes, {network.mode} replies, {network.wire} on the wire",
+        f"kernels here: {computing}",
         f"{duration(network.layer_s)} per layer (median), "
         f"{size(network.bytes_per_token)} per token",
     ]

@@ -29,7 +29,14 @@ class NodeProcess:
     are killed. It has a session of its own: Ctrl-C at the terminal is for the driver alone.
     """
 
-    def __init__(self, name: str, roster: str, store: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        roster: str,
+        store: Path,
+        environment: Mapping[str, str],
+        options: Sequence[str] = (),
+    ) -> None:
         self.name = name
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed in `stop`
         self._process = subprocess.Popen(
@@ -37,7 +44,7 @@ class NodeProcess:
             [
                 *(sys.executable, "-P", "-m", "expert_node"),
                 *("--roster", roster, "--me", name, "--store", str(store)),
-                *("--port", "0", "--stop-at-eof"),
+                *("--port", "0", "--stop-at-eof", *options),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -98,16 +105,19 @@ class NodeProcess:
 
 @contextmanager
 def running(
-    names: Sequence[str], store: Path, environment: Mapping[str, str]
+    names: Sequence[str],
+    store: Path,
+    environment: Mapping[str, str],
+    options: Sequence[str] = (),
 ) -> Iterator[list[NodeProcess]]:
     """Node processes that share `store` under one roster; all are stopped at the end.
 
-    They have just been started: `wait_ready` each.
+    They have just been started: `wait_ready` each. `options` are more words for `expert-node`.
     """
     nodes: list[NodeProcess] = []
     try:
         for name in names:
-            nodes.append(NodeProcess(name, ",".join(names), store, environment))
+            nodes.append(NodeProcess(name, ",".join(names), store, environment, options))
         yield nodes
     finally:
         stop_all(nodes)

@@ -39,12 +39,17 @@ WORKING_BYTES = 200_000_000  # besides the weights: activations, a small KV cach
 
 @dataclass
 class Session:
-    """An open model. `network` is None where all experts are in this process."""
+    """An open model. `network` is None where all experts are in this process.
+
+    `mode` is that of the seams, `computing` what computes in this process, for a person.
+    """
 
     store: Store
     engine: Engine
     text: Text | None
     network: Network | None
+    mode: Mode
+    computing: str
 
     @property
     def figures(self) -> NetworkFigures | None:
@@ -67,22 +72,24 @@ def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator
 
     Raises whatever keeps it from answering, as early as it can be known; see expert_network.errors.
     """
-    backend = detect()
+    backend = detect(config.computing.kernels, config.computing.threads)
+    precise = config.computing.precise(config.exact)
     stop = Stop()
+    mode: Mode = "exact" if config.exact else "sum"
+    computing = backend.computing(precise)
     store = _find(name, config)
     if not config.nodes:
         text = Text.open(store) if with_text else None
-        experts = _load_experts(store, backend)
-        # The reference that exact mode is measured against.
-        yield Session(store, _engine(store, backend, experts, "exact", text, stop), text, None)
+        experts = _load_experts(store, backend, precise)
+        engine = _engine(store, backend, experts, mode, text, stop)
+        yield Session(store, engine, text, None, mode, computing)
         return
     _check_memory(store.manifest, {}, "leave other programs, or use a machine with more memory")
     network = connect(config, store.manifest, backend)
     try:
         text = Text.open(store) if with_text else None
-        mode: Mode = "exact" if config.exact else "sum"
-        engine = _engine(store, backend, NetworkExperts(network), mode, text, stop)
-        yield Session(store, engine, text, network)
+        engine = _engine(store, backend, NetworkExperts(network, precise), mode, text, stop)
+        yield Session(store, engine, text, network, mode, computing)
     finally:
         network.close()
 
@@ -140,12 +147,12 @@ def _find(name: str | None, config: NetworkConfig) -> Store:
         return fetching.fetch(config.nodes, config.key, places.cache_dir(config.home), report)
 
 
-def _load_experts(store: Store, backend: Backend) -> Experts:
+def _load_experts(store: Store, backend: Backend, precise: bool) -> Experts:
     blocks = {layer: np.arange(experts) for layer, experts in store.manifest.shape}
     advice = "spread the experts over nodes (--nodes), or use a model that is smaller"
     _check_memory(store.manifest, blocks, advice)
     with progress() as report:
-        return load_partition(store, blocks, backend, report)
+        return load_partition(store, blocks, backend, report, precise)
 
 
 def _check_memory(manifest: Manifest, blocks: Blocks, advice: str) -> None:

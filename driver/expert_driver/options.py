@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from expert_driver.config import NetworkConfig, Sampling
+from expert_driver.config import Computing, NetworkConfig, Sampling
 from expert_network import places
 from expert_network.commandline import cluster_key
 from expert_network.net.auth import ClusterKey
@@ -124,9 +124,60 @@ def sampling_options(max_tokens: int) -> Callable[[Command], Command]:
     return decorate
 
 
+def computing_options(precision: str = "auto") -> Callable[[Command], Command]:
+    """The options of `Computing`."""
+    chosen = {
+        "auto": "int8 where native kernels run, f32 with --exact",
+        "f32": "f32",
+    }
+
+    def decorate(command: Command) -> Command:
+        for option in (
+            click.option(
+                "--threads",
+                type=click.IntRange(1, 1024),
+                show_default="usable cores",
+                help="How many threads native kernels use.",
+            ),
+            click.option(
+                "--kernels",
+                type=click.Choice(["auto", "native", "mlx"]),
+                default="auto",
+                show_default="native on a CPU, if they are built",
+                help="What computes in this process.",
+            ),
+            click.option(
+                "--precision",
+                type=click.Choice(["auto", "int8", "f32"]),
+                default=precision,
+                show_default=chosen[precision],
+                help="Of activations in native kernels, here and on nodes.",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 def verbose_option(command: Command) -> Command:
     return click.option(
         "-v", "--verbose", is_flag=True, help="Show speed, traffic and shares after each reply."
+    )(command)
+
+
+def verbose_option(command: Command) -> Command:
+    return click.option(
+        "-v", "--verbose", is_flag=True, help="Show speed, traffic and shares after each reply."
+    )(command)
+
+
+def trace_option(command: Command) -> Command:
+    return click.option(
+        "--trace",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Write what driver and nodes did and when, as Chrome trace events.",
     )(command)
 
 
@@ -136,10 +187,21 @@ def key(key_file: Path | None) -> ClusterKey | None:
 
 
 def network_config(
-    nodes: tuple[str, ...], exact: bool, wire: str | None, key_file: Path | None, home: Path | None
+    nodes: tuple[str, ...],
+    exact: bool,
+    wire: str | None,
+    key_file: Path | None,
+    home: Path | None,
+    computing: Computing,
 ) -> NetworkConfig:
-    """The config of the network options, with the key read."""
-    return NetworkConfig(nodes, exact, wire, key(key_file), places.home(home))
+    """The config of the network options, with the key read. Raises as Computing.precise does."""
+    computing.precise(exact)
+    return NetworkConfig(nodes, exact, wire, key(key_file), places.home(home), computing)
+
+
+def computing(values: dict[str, Any]) -> Computing:
+    """Take the values of `computing_options` out of `values`."""
+    return Computing(**{name: values.pop(name) for name in Computing.__dataclass_fields__})
 
 
 def sampling(values: dict[str, Any]) -> Sampling:

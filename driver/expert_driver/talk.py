@@ -66,7 +66,8 @@ def greeting(session: Session) -> str:
 def show_figures(session: Session, conversation: Conversation) -> None:
     """Print the figures of the last reply on stderr, and count the next one's from zero."""
     assert conversation.last is not None
-    for line in figures.lines(conversation.last.timing, session.figures, peak_rss()):
+    timing, computing = conversation.last.timing, session.computing
+    for line in figures.lines(timing, session.figures, peak_rss(), session.mode, computing):
         print(line, file=sys.stderr)
     sys.stderr.flush()
     if session.figures is not None:

@@ -43,7 +43,7 @@ def run(**values: Any) -> int:
     # Before anything that imports mlx: a machine without a backend gets one sentence.
     from expert_network.backend import detect
 
-    backend = detect()
+    backend = detect(config.kernels, config.threads)
     from expert_node import daemon
 
     return daemon.run(config, backend)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from expert_network.backend import Kernels
+
 if TYPE_CHECKING:
     from expert_network.net.auth import ClusterKey
 
@@ -74,6 +76,20 @@ class NodeConfig:
             "Where models and caches stand.  [default: the user's data directory]",
             type=_FILE,
             envvar="EXPERT_NETWORK_HOME",
+        ),
+    )
+    kernels: Kernels = field(
+        default="auto",
+        metadata=_option(
+            "What computes: native kernels if they are built and this is a CPU, or MLX's.",
+            type=click.Choice(["auto", "native", "mlx"]),
+        ),
+    )
+    threads: int | None = field(
+        default=None,
+        metadata=_option(
+            "How many threads native kernels use.  [default: the usable cores]",
+            type=click.IntRange(1, 1024),
         ),
     )
     drain_seconds: float = field(

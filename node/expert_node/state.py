@@ -61,6 +61,7 @@ class NodeState:
             "roster": {**roster.to_wire(), "digest": roster.digest},
             "numerics": partition.numerics,
             "compute_dtype": partition.compute_dtype,
+            "kernels": partition.kernels,
             "partition": {
                 "blocks": partition.blocks,
                 "bytes": partition.nbytes,

@@ -16,10 +16,10 @@ TIMING = Timing(
 
 def test_one_process() -> None:
     """Without nodes there are two lines of speed and one that says so."""
-    assert lines(TIMING, None, 1_500_000) == [
+    assert lines(TIMING, None, 1_500_000, "sum", "native avx2, int8") == [
         "11 tokens, 5.0 tok/s; prompt 30 tokens, 10 reused, 40.0 tok/s",
         "first token after 500.0 ms; peak memory 1.5 MB",
-        "experts: all in this process, exact",
+        "experts: all in this process, sum; kernels: native avx2, int8",
     ]
 
 
@@ -31,10 +31,11 @@ def test_a_network() -> None:
         figures.count(1, milliseconds / 1000, 500)
     figures.nodes[0] = NodeFigures("a", 4, 23, 30, 6000, 3000, 40, 8000)
     figures.nodes[1] = NodeFigures("bee", 2, 5, 10, 1500, 1000, 2, 3000)
-    found = lines(TIMING, figures, 0)
+    found = lines(TIMING, figures, 0, "sum", "mlx-cpu")
     assert all(len(line) <= 80 for line in found)
-    _, _, network, latency, headers, a, bee = found
+    _, _, network, computing, latency, headers, a, bee = found
     assert network == "experts: 2 nodes, sum replies, bf16 on the wire"
+    assert computing == "kernels here: mlx-cpu"
     assert latency == "2.0 ms per layer (median), 1.0 KB per token"
     assert headers.split() == ["node", "pairs", "rows", "out", "in", "computing", "waiting"]
     assert a.split()[:2] == ["a", "75.0%"] and "2.0 ms" in a
@@ -44,7 +45,7 @@ def test_a_network() -> None:
 def test_nothing_to_divide_by() -> None:
     """A reply of no token, and a node that was asked nothing, make no figures fail."""
     figures = NetworkFigures("sum", "bf16", 2, [NodeFigures("a")])
-    assert "0 tokens, 0.0 tok/s" in lines(Timing(), figures, 0)[0]
+    assert "0 tokens, 0.0 tok/s" in lines(Timing(), figures, 0, "sum", "mlx-cpu")[0]
 
 
 def test_reset_starts_anew() -> None:

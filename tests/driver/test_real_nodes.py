@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +15,10 @@ from expert_driver.cli import main
 from expert_driver.config import NetworkConfig, Sampling
 from expert_driver.conversation import Conversation
 from expert_driver.opening import Session, opened
+from expert_driver.trace import tracing, watching
 from expert_network.errors import ExpertNetworkError, NodeClosed, NodeError, NodeTimeout
-from tests.driver.programs import DEMO_STORE, expert_net
+from tests.driver.programs import COMMAND, DEMO_STORE, environment, expert_net
+from tests.driver.test_trace import check_nesting, read, tracks
 from tests.support.nodes import NodeProcess, node_command, node_process, node_processes
 
 PROMPT = "Tell me a story about a bored octopus."
@@ -47,8 +51,8 @@ def conversation(session: Session, sampling: Sampling = SHORT) -> Conversation:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """What one process says to PROMPT in SHORT."""
-    config = NetworkConfig((), False, None, None, HOME)
+    """What one process says to PROMPT in SHORT, in exact mode."""
+    config = NetworkConfig((), True, None, None, HOME)
     with opened(str(DEMO_STORE), config, with_text=True) as session:
         return "".join(conversation(session).ask(PROMPT))
 
@@ -68,7 +72,7 @@ def test_exact_says_what_one_process_says(
 def test_exact_gives_the_bits_of_one_process(nodes: list[NodeProcess], tmp_path: Path) -> None:
     """In exact mode the logits over nodes are those of a plain one-process run, bit for bit."""
     ids = ("--ids", ",".join(str(7 * n) for n in range(70)))
-    for name, over in (("one", ()), ("two", ("--nodes", joined(nodes), "--exact"))):
+    for name, over in (("one", ("--exact",)), ("two", ("--nodes", joined(nodes), "--exact"))):
         out = str(tmp_path / f"{name}.npy")
         assert main(["logits", str(DEMO_STORE), *ids, *over, "-o", out]) == 0
     assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
@@ -92,8 +96,48 @@ def test_a_prompt_over_nodes_with_figures(nodes: list[NodeProcess], expected: st
     assert (done.returncode, done.stdout) == (0, f"{expected}\n"), done.stderr
     assert "exact replies, f32 on the wire" in done.stderr
     assert "first token after" in done.stderr and "computing" in done.stderr
+    assert "attention  packing" in done.stderr
     piped = expert_net(*arguments, stdin=PROMPT)
     assert piped.stdout == done.stdout
+
+
+# Where the time goes
+
+
+def test_the_time_of_a_token_adds_up(nodes: list[NodeProcess], tmp_path: Path) -> None:
+    """The parts of a token are all of its time; a trace shows each layer on driver and nodes."""
+    file = tmp_path / "trace.json"
+    with session_with(nodes, exact=False) as session, tracing(file) as out:
+        talk = conversation(session, Sampling(max_tokens=8))
+        with watching(session.engine, session.network, out) as watch:
+            "".join(talk.ask(PROMPT))
+    assert talk.last is not None and watch.tokens == talk.last.timing.tokens - 1 == 7
+    found = tracks(read(file))
+    for events in found.values():
+        check_nesting(events)
+    names = [event["name"] for event in found["driver"]]
+    assert (names.count("prompt"), names.count("token")) == (1, 7)
+    shown = sum(event["dur"] for event in found["driver"] if event["name"] == "token") / 1e6
+    # The trace counts whole microseconds.
+    assert watch.parts.total == pytest.approx(shown, abs=7 * 2e-6)
+    assert watch.parts.total <= talk.last.timing.decode_s
+    for node in ("a", "b"):
+        # While the prompt is read, two dispatches may be under way.
+        mine = [e for track in found for e in found[track] if track.startswith(f"node {node}")]
+        assert {e["name"] for e in mine if "out" in e["args"]} == {f"layer {n}" for n in range(8)}
+
+
+def test_a_trace_after_an_interrupt(nodes: list[NodeProcess], tmp_path: Path) -> None:
+    """Ctrl-C in a reply leaves a trace of what there was."""
+    file = tmp_path / "trace.json"
+    options = ("--max-tokens", "400", "--ignore-eos", "-p", PROMPT, "--trace", str(file))
+    command = [*COMMAND, str(DEMO_STORE), "--nodes", joined(nodes), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert process.returncode == 130
+    assert "prompt" in [event["name"] for event in tracks(read(file))["driver"]]
 
 
 # Losing a node

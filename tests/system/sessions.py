@@ -24,9 +24,12 @@ def session(
     wire: str | None = None,
     text: bool = False,
 ) -> Iterator[Session]:
-    """The model of `store`: its experts on `nodes` in the order given; without nodes, here."""
+    """The model of `store`: its experts on `nodes` in the order given.
+
+    Without nodes they are here, in exact mode: what all other runs are measured against.
+    """
     urls = tuple(node.url for node in nodes)
-    config = NetworkConfig(urls, exact, wire, key=None, home=Path("/nowhere"))
+    config = NetworkConfig(urls, exact or not nodes, wire, key=None, home=Path("/nowhere"))
     with opened(str(store), config, with_text=text) as opening:
         yield opening
 

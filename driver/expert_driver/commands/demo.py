@@ -22,6 +22,7 @@ from expert_network import places
     help="How many nodes to start.",
 )
 @options.sampling_options(max_tokens=256)
+@options.computing_options()
 @options.home_option
 def command(prompt: str | None, nodes_count: int, home: Path | None, **values: Any) -> None:
     """Start nodes on this machine and answer a prompt through them.
@@ -31,6 +32,7 @@ def command(prompt: str | None, nodes_count: int, home: Path | None, **values: A
     """
     from expert_network.backend import detect
 
-    detect()
+    computing = options.computing(values)
+    detect(computing.kernels, computing.threads)
     sampling = options.sampling(values)
-    demo.run(prompt, nodes_count, sampling, os.environ, places.home(home))
+    demo.run(prompt, nodes_count, sampling, computing, os.environ, places.home(home))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -26,6 +27,7 @@ from expert_network.backend import detect
     help="The .npy file to write: float32 (number of ids, vocabulary).",
 )
 @options.network_options
+@options.computing_options("f32")
 def command(
     store: str | None,
     ids: str,
@@ -35,10 +37,12 @@ def command(
     wire: str | None,
     key_file: Path | None,
     home: Path | None,
+    **values: Any,
 ) -> None:
     """Write the logits after each of the given token ids."""
-    detect()
-    config = options.network_config(nodes, exact, wire, key_file, home)
+    computing = options.computing(values)
+    detect(computing.kernels, computing.threads)
+    config = options.network_config(nodes, exact, wire, key_file, home, computing)
     # Imported here: it imports numpy and MLX.
     from expert_driver import parity
 

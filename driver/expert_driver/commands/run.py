@@ -22,6 +22,7 @@ from expert_network.errors import StoreError
 @click.option("-p", "--prompt", help="Reply to this and end; - reads it from standard input.")
 @click.option("--system-prompt", help="What the model is told before the conversation.")
 @options.sampling_options(max_tokens=512)
+@options.computing_options()
 @options.verbose_option
 def command(
     store: str | None,
@@ -43,7 +44,8 @@ def command(
     """
     if chat and prompt is not None:
         raise click.UsageError("--chat and -p exclude each other.")
-    detect()
+    computing = options.computing(values)
+    detect(computing.kernels, computing.threads)
     if store is not None:
         _look_up(store, places.home(home))
     if prompt is None and not chat and not sys.stdin.isatty():
@@ -51,7 +53,7 @@ def command(
     question = sys.stdin.read() if prompt == "-" else prompt
     if question is not None and not question.strip():
         raise click.UsageError("the prompt is empty.")
-    config = options.network_config(nodes, exact, wire, key_file, home)
+    config = options.network_config(nodes, exact, wire, key_file, home, computing)
     # Imported here: all of it imports MLX.
     from expert_driver import talk
 
