@@ -8,7 +8,7 @@ turns are cut in the same way: a stretch then begins where the other one left of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from operator import attrgetter, itemgetter
 from typing import Protocol
@@ -75,19 +75,13 @@ def cut(records: Sequence[DispatchTimes], began: float, ended: float, sink: Sink
     sink.worked(None, "attention", at, max(at, ended))
 
 
-def inside(times: DispatchTimes) -> Iterator[tuple[str, float]]:
-    """What a dispatch was doing until when, ascending: (part, end), from its first node's `sent`.
+def inside(times: DispatchTimes) -> tuple[float, float, float, float, float]:
+    """When a dispatch was done with wire, queue, compute, wire again, and its stragglers.
 
-    Up to the first reply it is what that node was doing.
+    Up to the first reply it is what the node that gave it was doing.
     """
     first = min(times.nodes, key=_replied)
-    arrived, begun, computed = placed(first)
-    yield "wire", arrived
-    yield "queue", begun
-    yield "compute", computed
-    yield "wire", first.replied
-    yield "straggler", max(times.nodes, key=_replied).replied
-    yield "packing", times.done
+    return *placed(first), first.replied, max(times.nodes, key=_replied).replied
 
 
 def placed(node: NodeTimes) -> tuple[float, float, float]:
@@ -96,9 +90,11 @@ def placed(node: NodeTimes) -> tuple[float, float, float]:
     Node and driver do not compare clocks, so the node's time is put into the middle of the round
     trip, and never made longer than that.
     """
-    trip = max(0.0, node.replied - node.sent)
-    queue = min(node.queue_us * 1e-6, trip)
-    compute = min(node.compute_us * 1e-6, trip - queue)
+    trip, queue, compute = node.replied - node.sent, node.queue_us * 1e-6, node.compute_us * 1e-6
+    if queue + compute > trip:
+        trip = max(0.0, trip)
+        queue = min(queue, trip)
+        compute = min(compute, trip - queue)
     arrived = node.sent + (trip - queue - compute) / 2
     return arrived, arrived + queue, arrived + queue + compute
 
@@ -110,18 +106,24 @@ class Ledger:
         self.parts = Parts()
 
     def worked(self, times: DispatchTimes | None, part: str, start: float, stop: float) -> None:
-        self._add(part, stop - start)
+        if part == "packing":
+            self.parts.packing += stop - start
+        else:
+            self.parts.attention += stop - start
 
     def waited(self, times: DispatchTimes, start: float, stop: float) -> None:
-        at = start
-        for part, end in inside(times):
-            end = min(max(at, end), stop)
-            self._add(part, end - at)
+        parts, at, spent = self.parts, start, []
+        for end in inside(times):
+            # Within the stretch, and after the one before it.
+            end = at if end < at else end if end < stop else stop
+            spent.append(end - at)
             at = end
-        self._add("packing", stop - at)
-
-    def _add(self, part: str, seconds: float) -> None:
-        setattr(self.parts, part, getattr(self.parts, part) + seconds)
+        there, queue, compute, back, straggler = spent
+        parts.wire += there + back
+        parts.queue += queue
+        parts.compute += compute
+        parts.straggler += straggler
+        parts.packing += stop - at
 
 
 class Watch:

@@ -175,6 +175,25 @@ class Tracer:
         self._file.add(json.dumps(event, separators=(",", ":")))
 
 
+@contextmanager
+def tracing(path: Path | None) -> Iterator[TraceFile | None]:
+    """The file of --trace, None without one; complete afterwards, whatever ends it.
+
+    Raises InputError if it cannot be written: at once, or at the end if nothing else did.
+    """
+    if path is None:
+        yield None
+        return
+    file = TraceFile(path)
+    try:
+        yield file
+    except BaseException:
+        with suppress(InputError):
+            file.close()
+        raise
+    file.close()
+
+
 class Watched(Protocol):
     """An engine, which tells its watch of each token that is chosen."""
 
@@ -182,12 +201,10 @@ class Watched(Protocol):
 
 
 @contextmanager
-def watching(engine: Watched, network: Network | None, path: Path | None) -> Iterator[Watch]:
-    """Within, where the time of an engine goes is watched, and traced to `path` if there is one.
-
-    Raises InputError if that file cannot be written: at once, or at the end.
-    """
-    file = None if path is None else TraceFile(path)
+def watching(
+    engine: Watched, network: Network | None, file: TraceFile | None = None
+) -> Iterator[Watch]:
+    """Within, where the time of an engine goes is watched, and traced if there is a file."""
     names = [] if network is None else [node.name for node in network.figures.nodes]
     watch = Watch(None if file is None else Tracer(file, names))
     engine.watch = watch
@@ -195,19 +212,8 @@ def watching(engine: Watched, network: Network | None, path: Path | None) -> Ite
         network.observer = watch.dispatched
     try:
         yield watch
-    except BaseException:
-        with suppress(InputError):
-            _close(watch, file)
-        raise
-    else:
-        _close(watch, file)
     finally:
         engine.watch = None
         if network is not None:
             network.observer = None
-
-
-def _close(watch: Watch, file: TraceFile | None) -> None:
-    watch.close()
-    if file is not None:
-        file.close()
+        watch.close()

@@ -18,7 +18,7 @@ import pytest
 from expert_driver import trace
 from expert_driver.figures import DispatchTimes, NodeTimes
 from expert_driver.times import Watch
-from expert_driver.trace import TraceFile, Tracer, watching
+from expert_driver.trace import TraceFile, Tracer, tracing, watching
 from expert_network.errors import InputError
 
 Events = list[dict[str, Any]]
@@ -223,7 +223,7 @@ def test_watching(file: Path, error: type[BaseException] | None) -> None:
     engine, nodes = SimpleNamespace(watch=None), network()
 
     def run() -> None:
-        with watching(engine, nodes, file) as watch:
+        with tracing(file) as out, watching(engine, nodes, out) as watch:
             assert engine.watch is watch
             nodes.observer(dispatch(perf_counter(), 2, 9, ("a", 2, 9, 1, 3)))
             if error is not None:
@@ -240,7 +240,7 @@ def test_watching(file: Path, error: type[BaseException] | None) -> None:
 
 def test_watching_without_a_network(file: Path) -> None:
     """A one-process run has one track: the driver's."""
-    with watching(SimpleNamespace(watch=None), None, file) as watch:
+    with tracing(file) as out, watching(SimpleNamespace(watch=None), None, out) as watch:
         at = perf_counter()
         watch.chose(5, at, at + 1, at + 2)
     assert set(tracks(read(file))) == {"driver"}
