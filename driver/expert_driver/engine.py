@@ -7,7 +7,9 @@ step is a round trip per layer, which would delay each token and be wasted after
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -21,7 +23,8 @@ from mlx_lm.sample_utils import make_sampler
 from expert_driver.config import Sampling
 from expert_driver.context import Context
 from expert_driver.figures import Finish, Timing
-from expert_driver.stopping import Stop
+from expert_driver.passes.passes import Chunk, Passes, cut
+from expert_driver.times import Watch
 from expert_network.errors import InputError
 
 CHUNK = 512  # tokens of a prompt in one pass: bounds the graph, the dispatches and the mask
@@ -34,12 +37,16 @@ Sampler = Callable[[mx.array], mx.array]
 class Engine:
     """A model whose experts answer wherever they are. Use it on the thread that loaded it.
 
-    `eos` are the ids that end a reply; `vocabulary` is how many ids there are.
+    `eos` are the ids that end a reply; `vocabulary` is how many ids there are. `passes` are those
+    that attend to the experts behind the model's seams. `watch` is told when tokens are chosen.
     """
 
-    def __init__(self, model: Module, eos: frozenset[int], stop: Stop | None = None) -> None:
+    def __init__(self, model: Module, eos: frozenset[int], passes: Passes | None = None) -> None:
         self.model, self.eos = model, eos
-        self.stop = Stop() if stop is None else stop
+        self.passes = Passes() if passes is None else passes
+        self.passes.learn(model)
+        self.stop = self.passes.stop
+        self.watch: Watch | None = None
         self.vocabulary = vocabulary_size(model)
 
     def context(self) -> Context:
@@ -60,14 +67,11 @@ class Engine:
     def logit_chunks(self, ids: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
         """The logits after each of `ids`, as float32 arrays (at most CHUNK, vocabulary)."""
         self.check_ids(ids)
-        context = self.context()
         step = max(1, min(CHUNK, LOGITS // self.vocabulary))
-        for start in range(0, len(ids), step):
-            chunk = ids[start : start + step]
-            logits = self._forward(context, chunk)[0].astype(mx.float32)
-            mx.eval(logits)
-            context.evaluate()
-            yield np.array(logits)
+        chunks = [Chunk(chunk.ids, wanted=True) for chunk in cut(ids, step)]
+        for logits in self.passes.run(self.context(), chunks):
+            assert logits is not None
+            yield np.array(logits[0].astype(mx.float32))
 
     def logits(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """The logits after each of `ids`: float32 (len(ids), vocabulary)."""
@@ -79,40 +83,42 @@ class Engine:
         return Generation(self, prompt, context, sampling)
 
     def sampler(self, sampling: Sampling) -> Sampler:
-        """mlx-lm's sampler: logprobs (1, vocabulary) -> ids (1,)."""
+        """mlx-lm's sampler: logits (1, vocabulary) -> ids (1,)."""
+        if sampling.temp == 0:
+            return partial(mx.argmax, axis=-1)
         # mlx-lm refuses a top_k that leaves nothing out.
         top_k = sampling.top_k if sampling.top_k < self.vocabulary else 0
         sampler: Sampler = make_sampler(
             sampling.temp, top_p=sampling.top_p, min_p=sampling.min_p, top_k=top_k
         )
-        return sampler
-
-    def _forward(self, context: Context, ids: Sequence[int]) -> mx.array:
-        """Logits (1, len(ids), vocabulary) after `ids`, which enter the context.
-
-        Whatever breaks the pass off leaves the context as it was before, or empty.
-        """
-        self.stop.check()
-        try:
-            logits: mx.array = self.model(mx.array([list(ids)]), cache=context.cache)
-        except BaseException:
-            context.recover()
-            raise
-        context.extend(ids)
-        return logits
+        return lambda logits: sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
     def prefill(self, context: Context, ids: Sequence[int]) -> None:
         """Read `ids` into the context, whose logits nobody needs."""
-        for start in range(0, len(ids), CHUNK):
-            self._forward(context, ids[start : start + CHUNK])
-            context.evaluate()
-            mx.clear_cache()
+        deque(self.passes.run(context, cut(ids, CHUNK)), maxlen=0)
 
-    def step(self, context: Context, token: int, sampler: Sampler) -> int:
-        """Read one token and choose the next."""
-        logits = self._forward(context, [token])[:, -1, :]
-        chosen = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        return cast(int, chosen.item())
+    def read(self, context: Context, ids: Sequence[int]) -> mx.array:
+        """Read `ids` into the context; logits (1, vocabulary) after the last of them.
+
+        Whatever breaks this off leaves the context with the chunks that were read, or empty.
+        """
+        # The last token is a pass of its own, which has logits for one row and not for a chunk.
+        chunks = [*cut(ids[:-1], CHUNK), Chunk(ids[-1:], wanted=True)]
+        (logits,) = deque(self.passes.run(context, chunks), maxlen=1)
+        assert logits is not None
+        return logits[:, -1, :]
+
+    def step(self, context: Context, ids: Sequence[int], sampler: Sampler) -> int:
+        """Read some tokens and choose the next."""
+        watch, began = self.watch, time.perf_counter()
+        logits = self.read(context, ids)
+        if watch is None:
+            return cast(int, sampler(logits).item())
+        mx.eval(logits)  # so that choosing can be told from computing
+        computed = time.perf_counter()
+        chosen = cast(int, sampler(logits).item())
+        watch.chose(len(ids), began, computed, time.perf_counter())
+        return chosen
 
 
 class Generation:
@@ -138,9 +144,10 @@ class Generation:
         started = time.perf_counter()
         rest = context.reuse(self._prompt)
         timing.reused = len(context.tokens)
-        engine.prefill(context, rest[:-1])
-        token = engine.step(context, rest[-1], sampler)
+        token = engine.step(context, rest, sampler)
         timing.prefill_s = timing.first_token_s = time.perf_counter() - started
+        if engine.watch is not None:
+            engine.watch.restart()
         while not self._is_end(token):
             timing.tokens += 1
             yield token
@@ -148,7 +155,7 @@ class Generation:
                 self.finish = "length"
                 return
             before = time.perf_counter()
-            token = engine.step(context, token, sampler)
+            token = engine.step(context, [token], sampler)
             timing.decode_s += time.perf_counter() - before
             if timing.tokens % CLEAR_EVERY == 0:
                 mx.clear_cache()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 
 from expert_driver import fetching
@@ -17,6 +16,7 @@ from expert_driver.dispatch.links import Opener
 from expert_driver.dispatch.network import Network
 from expert_driver.engine import Engine
 from expert_driver.figures import NetworkFigures
+from expert_driver.passes.passes import Passes
 from expert_driver.stopping import Stop
 from expert_driver.text import Text
 from expert_network import places
@@ -166,23 +166,9 @@ def _check_memory(manifest: Manifest, blocks: Blocks, advice: str) -> None:
         raise OutOfMemory(what, needed, available, advice)
 
 
-class Interruptible:
-    """Experts that look at a Stop before each of their layers."""
-
-    def __init__(self, experts: Experts, stop: Stop) -> None:
-        self._experts, self._stop = experts, stop
-
-    def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
-        self._stop.check()
-        return self._experts.outputs(layer, x, ids)
-
-    def weighted_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
-        self._stop.check()
-        return self._experts.weighted_sum(layer, x, ids, weights)
-
-
 def _engine(
     store: Store, backend: Backend, experts: Experts, mode: Mode, text: Text | None, stop: Stop
 ) -> Engine:
-    model = load_trunk(store, backend, Interruptible(experts, stop), mode)
-    return Engine(model, text.eos if text else frozenset(), stop)
+    passes = Passes(stop)
+    model = load_trunk(store, backend, passes.attend(experts), mode)
+    return Engine(model, text.eos if text else frozenset(), passes)
