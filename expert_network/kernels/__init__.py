@@ -7,6 +7,13 @@ the GIL; concurrent ones take turns.
 
 from __future__ import annotations
 
+from expert_network.kernels.ops import accumulate as accumulate
+from expert_network.kernels.ops import attention as attention
+from expert_network.kernels.ops import decode as decode
+from expert_network.kernels.ops import encode as encode
+from expert_network.kernels.ops import rms_norm as rms_norm
+from expert_network.kernels.ops import rope as rope
+
 # Part of the numerics id: raise it when results may change in a bit.
 VERSION = 1
 

@@ -61,6 +61,8 @@ PyMethodDef choose_methods[] = {
 /* One table per source that has functions for Python. */
 static PyMethodDef *const tables[] = {
     choose_methods,
+    attention_methods,
+    rows_methods,
 };
 
 static int fill(PyObject *module) {

@@ -13,8 +13,13 @@
 #define PASTE(a, b) PASTE_(a, b)
 #define ISA(name) PASTE(name, ISA_NAME)
 
+struct attention_tasks;
+struct row_tasks;
+
 struct kernels {
     const char *name;
+    const struct attention_tasks *attention;
+    const struct row_tasks *rows;
 };
 
 extern const struct kernels *kernels;   /* never NULL; changed by use_isa only */

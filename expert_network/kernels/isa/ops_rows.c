@@ -1,0 +1,306 @@
+/* Row by row: rms_norm, rope, and the forms in which rows travel. */
+#include "../rows.h"
+#include "../table.h"
+#include "lanes.h"
+
+/* ---- rms_norm ---- */
+
+static float mean_square(const float *x, long size) {
+    vf sum[4] = {{0}};
+    long i = 0;
+    for (; i + 4 * LANES <= size; i += 4 * LANES)
+        for (int n = 0; n < 4; n++) {
+            vf value = vf_load(x + i + n * LANES);
+            sum[n] = vf_fma(value, value, sum[n]);
+        }
+    float rest = 0;
+    for (; i < size; i++) rest += x[i] * x[i];
+    return (vf_sum((sum[0] + sum[1]) + (sum[2] + sum[3])) + rest) / (float)size;
+}
+
+static void rms_row(const float *x, const float *weight, float eps, long size, float *out) {
+    float factor = 1.0f / sqrtf(mean_square(x, size) + eps);
+    if (weight)
+        for (long i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
+    else
+        for (long i = 0; i < size; i++) out[i] = x[i] * factor;
+}
+
+static void rms_task(void *context, long index, int thread) {
+    (void)thread;
+    const struct rms_norm *norm = context;
+    long first = index * norm->group, last = first + norm->group;
+    for (long row = first; row < last && row < norm->rows; row++) {
+        const char *x = norm->x;
+        long rest = row;
+        for (int axis = norm->axes - 1; axis >= 0; axis--) {
+            x += rest % norm->shape[axis] * norm->stride[axis];
+            rest /= norm->shape[axis];
+        }
+        rms_row((const float *)x, norm->weight, norm->eps, norm->size,
+                norm->out + row * norm->size);
+    }
+}
+
+/* ---- rope ---- */
+
+typedef double vd __attribute__((vector_size(8 * LANES)));
+typedef int64_t vl __attribute__((vector_size(8 * LANES)));
+
+/* Sine and cosine, to float32's rounding for angles to a million times a million. */
+INLINE void sine_cosine(vf angle, float *sine, float *cosine) {
+    const double magic = 6755399441055744.0;   /* 1.5 * 2^52 */
+    vd x = __builtin_convertvector(angle, vd);
+    vd turns = x * 0.6366197723675814 + magic;
+    vi quarter = __builtin_convertvector((vl)turns & 3, vi);
+    turns -= magic;
+    /* A quarter turn in two parts; the first has 33 bits, so that its product is exact. */
+    vf r = __builtin_convertvector((x - turns * 1.5707963267341256) - turns * 6.077100506506192e-11,
+                                   vf);
+    vf square = r * r;
+    vf s = vf_fma(square, vf_all(2.7557319e-6f), vf_all(-1.9841270e-4f));
+    s = vf_fma(square, s, vf_all(8.3333333e-3f));
+    s = vf_fma(square, s, vf_all(-0.16666667f));
+    s = vf_fma(square * r, s, r);
+    vf c = vf_fma(square, vf_all(-2.7557319e-7f), vf_all(2.4801587e-5f));
+    c = vf_fma(square, c, vf_all(-1.3888889e-3f));
+    c = vf_fma(square, c, vf_all(4.1666667e-2f));
+    c = vf_fma(square, c, vf_all(-0.5f));
+    c = vf_fma(square, c, vf_all(1.0f));
+    vi odd = (quarter & 1) != 0;
+    vi sine_sign = (quarter & 2) << 30, cosine_sign = ((quarter + 1) & 2) << 30;
+    vf_store(sine, (vf)((vi)vf_select(odd, c, s) ^ sine_sign));
+    vf_store(cosine, (vf)((vi)vf_select(odd, s, c) ^ cosine_sign));
+}
+
+/* Pair i is at `step` * i and `apart` from there. */
+INLINE void turn_pairs(const float *x, const float *sine, const float *cosine, long half, long step,
+                       long apart, float *out) {
+    for (long i = 0; i < half; i++) {
+        float a = x[step * i], b = x[step * i + apart];
+        out[step * i] = a * cosine[i] - b * sine[i];
+        out[step * i + apart] = a * sine[i] + b * cosine[i];
+    }
+}
+
+static void turn_row(const struct rope *rope, const float *x, const float *sine,
+                     const float *cosine, float *out) {
+    long half = rope->half, i = 0;
+    if (rope->traditional) {
+        turn_pairs(x, sine, cosine, half, 2, 1, out);
+    } else {
+        for (; i + LANES <= half; i += LANES) {
+            vf a = vf_load(x + i), b = vf_load(x + half + i);
+            vf s = vf_load(sine + i), c = vf_load(cosine + i);
+            vf_store(out + i, a * c - b * s);
+            vf_store(out + half + i, a * s + b * c);
+        }
+        turn_pairs(x + i, sine + i, cosine + i, half - i, 1, half, out + i);
+    }
+    if (out != x)
+        memcpy(out + 2 * half, x + 2 * half, (size_t)(rope->size - 2 * half) * sizeof *x);
+}
+
+/* One position of one batch: all its heads. */
+static void rope_task(void *context, long index, int thread) {
+    const struct rope *rope = context;
+    long batch = index / rope->length, at = index % rope->length;
+    float *sine = rope->scratch + (long)thread * 2 * rope->padded, *cosine = sine + rope->padded;
+    float position = (float)at + (float)rope->offsets[rope->one_offset ? 0 : batch];
+    position *= rope->scale;
+    for (long i = 0; i < rope->padded; i += LANES)
+        sine_cosine(vf_load(rope->inverse + i) * position, sine + i, cosine + i);
+    long heads = rope->outer * rope->inner;
+    for (long head = 0; head < heads; head++) {
+        const char *x = rope->x + batch * rope->stride[0] + head / rope->inner * rope->stride[1] +
+                        head % rope->inner * rope->stride[2] + at * rope->stride[3];
+        turn_row(rope, (const float *)x, sine, cosine,
+                 rope->out + ((batch * heads + head) * rope->length + at) * rope->size);
+    }
+}
+
+/* ---- the forms in which rows travel ---- */
+
+INLINE vi none_is(vu bits, vu exponent) { return (bits & exponent) == exponent; }
+
+static int all_clear(vi bad) {
+    int32_t lane[LANES], any = 0;
+    memcpy(lane, &bad, sizeof bad);
+    for (int i = 0; i < LANES; i++) any |= lane[i];
+    return !any;
+}
+
+/* Both are whole vectors here: ends are padded by what stands below. */
+INLINE vu to_bf16(vu bits) {
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vu nan = (vu)((bits & 0x7fffffff) > 0x7f800000);
+    return (nan & (bits >> 16 | 0x40)) | (~nan & rounded);
+}
+
+INLINE vh to_f16(vf x) {
+#if LANES == 16
+    return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+    return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    return (vh)vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x));
+#else
+    vu sign = (vu)x >> 16 & 0x8000, size = (vu)x & 0x7fffffff;
+    vu normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    vu small = (vu)((vf)size + 0.5f) - 0x3f000000;   /* the sum rounds at the smallest's place */
+    vu is_small = (vu)(size < 0x38800000), is_large = (vu)(size >= 0x47800000);
+    vu large = 0x7c00 | ((vu)(size > 0x7f800000) & 0x200);
+    vu value = (is_small & small) | (~is_small & normal);
+    value = (is_large & large) | (~is_large & value);
+    return __builtin_convertvector(value | sign, vh);
+#endif
+}
+
+static float scale_of(const uint8_t *scales, long block, uint16_t *bits) {
+    uint32_t wide;
+    float scale;
+    memcpy(bits, scales + 2 * block, sizeof *bits);
+    wide = (uint32_t)*bits << 16;
+    memcpy(&scale, &wide, sizeof scale);
+    return scale;
+}
+
+static int encode_int8_block(const float *x, uint8_t *values, uint8_t *scale) {
+    vu most = {0};
+    for (int i = 0; i < ROW_BLOCK; i += LANES) {
+        vu size = (vu)vf_load(x + i) & 0x7fffffff;
+        vu over = (vu)(size > most);
+        most = (over & size) | (~over & most);
+    }
+    uint32_t lane[LANES], largest = 0;
+    memcpy(lane, &most, sizeof most);
+    for (int i = 0; i < LANES; i++) largest = lane[i] > largest ? lane[i] : largest;
+    float wanted;
+    memcpy(&wanted, &largest, sizeof wanted);
+    wanted /= 127.0f;
+    uint16_t bits;
+    memcpy(lane, &wanted, sizeof wanted);
+    bits = (uint16_t)((lane[0] + 0x7fff + (lane[0] >> 16 & 1)) >> 16);
+    if (wanted < 0x1p-100f) bits = 0;
+    if (!(wanted <= 0x1p120f)) bits = 0x7fc0;
+    memcpy(scale, &bits, sizeof bits);
+    if (bits == 0 || bits == 0x7fc0) {
+        memset(values, 0, ROW_BLOCK);
+        return bits == 0;
+    }
+    float inverse = 1.0f / scale_of(scale, 0, &bits);
+    for (int i = 0; i < ROW_BLOCK; i += LANES) {
+        /* 1.5 * 2^23: the sum has the rounded product in its low bits. */
+        vi rounded = (vi)(vf_load(x + i) * inverse + 12582912.0f) - 0x4b400000;
+        vb narrow = __builtin_convertvector(__builtin_convertvector(rounded, vh), vb);
+        memcpy(values + i, &narrow, sizeof narrow);
+    }
+    return 1;
+}
+
+/* LANES values from i on. */
+INLINE vf form_load(const uint8_t *values, float scale, long i, int form) {
+    if (form == ROW_F32) return vf_stored(values, i, STORED_F32);
+    if (form == ROW_BF16) return vf_stored(values, i, STORED_BF16);
+    if (form == ROW_F16) return vf_stored(values, i, STORED_F16);
+    vb narrow;
+    memcpy(&narrow, values + i, sizeof narrow);
+    return __builtin_convertvector(__builtin_convertvector(narrow, vi), vf) * scale;
+}
+
+INLINE vi form_store(vf x, uint8_t *values, long i, int form) {
+    if (form == ROW_F32) {
+        memcpy(values + 4 * i, &x, sizeof x);
+        return none_is((vu)x, vu_all(0x7f800000));
+    }
+    vh half = form == ROW_BF16 ? __builtin_convertvector(to_bf16((vu)x), vh) : to_f16(x);
+    memcpy(values + 2 * i, &half, sizeof half);
+    vu bits = __builtin_convertvector(half, vu);
+    return none_is(bits, vu_all(form == ROW_BF16 ? 0x7f80 : 0x7c00));
+}
+
+static long bytes_of(int form) { return form == ROW_F32 ? 4 : form == ROW_INT8 ? 1 : 2; }
+
+INLINE int encode_whole(const float *x, long size, uint8_t *values, uint8_t *scales, int form) {
+    int fine = 1;
+    vi bad = {0};
+    if (form == ROW_INT8)
+        for (long i = 0; i < size; i += ROW_BLOCK)
+            fine &= encode_int8_block(x + i, values + i, scales + i / ROW_BLOCK * 2);
+    else
+        for (long i = 0; i < size; i += LANES) bad |= form_store(vf_load(x + i), values, i, form);
+    return fine && all_clear(bad);
+}
+
+INLINE int encode_form(const float *x, long size, uint8_t *values, uint8_t *scales, int form) {
+    long whole = size & -ROW_BLOCK, rest = size - whole;
+    int fine = encode_whole(x, whole, values, scales, form);
+    if (!rest) return fine;
+    float part[ROW_BLOCK] = {0};
+    uint8_t coded[ROW_BLOCK * 4];
+    memcpy(part, x + whole, (size_t)rest * sizeof *x);
+    fine &= encode_whole(part, ROW_BLOCK, coded, scales + whole / ROW_BLOCK * 2, form);
+    memcpy(values + whole * bytes_of(form), coded, (size_t)(rest * bytes_of(form)));
+    return fine;
+}
+
+enum { CHECK, STORE, ADD };
+
+/* Checks, stores or adds to `out`; only int8's scales can be other than finite. */
+INLINE int decode_whole(const uint8_t *values, const uint8_t *scales, long size, float *out,
+                        int form, int what) {
+    vi bad = {0};
+    int fine = 1;
+    for (long block = 0; block < size / ROW_BLOCK; block++) {
+        uint16_t bits = 0;
+        float scale = form == ROW_INT8 ? scale_of(scales, block, &bits) : 0;
+        fine &= bits <= 0x7b80;
+        if (form == ROW_INT8 && what == CHECK) continue;
+        for (long i = block * ROW_BLOCK; i < (block + 1) * ROW_BLOCK; i += LANES) {
+            vf x = form_load(values, scale, i, form);
+            if (form != ROW_INT8) bad |= none_is((vu)x, vu_all(0x7f800000));
+            if (what == STORE) vf_store(out + i, x);
+            if (what == ADD) vf_store(out + i, vf_load(out + i) + x);
+        }
+    }
+    return fine && all_clear(bad);
+}
+
+INLINE int decode_form(const uint8_t *values, const uint8_t *scales, long size, float *out,
+                       int form, int what) {
+    long whole = size & -ROW_BLOCK, rest = size - whole;
+    int fine = decode_whole(values, scales, whole, out, form, what);
+    if (!rest) return fine;
+    float part[ROW_BLOCK] = {0};
+    uint8_t coded[ROW_BLOCK * 4] = {0};
+    memcpy(coded, values + whole * bytes_of(form), (size_t)(rest * bytes_of(form)));
+    if (what == ADD) memcpy(part, out + whole, (size_t)rest * sizeof *out);
+    fine &= decode_whole(coded, scales + whole / ROW_BLOCK * 2, ROW_BLOCK, part, form, what);
+    if (what != CHECK) memcpy(out + whole, part, (size_t)rest * sizeof *out);
+    return fine;
+}
+
+#define FORM(name, form)                                                                        \
+    static int encode_##name(const float *x, long size, uint8_t *values, uint8_t *scales) {     \
+        return encode_form(x, size, values, scales, form);                                      \
+    }                                                                                           \
+    static int decode_##name(const uint8_t *v, const uint8_t *s, long size, float *out) {       \
+        return decode_form(v, s, size, out, form, STORE);                                       \
+    }                                                                                           \
+    static int finite_##name(const uint8_t *v, const uint8_t *s, long size) {                   \
+        return decode_form(v, s, size, NULL, form, CHECK);                                      \
+    }                                                                                           \
+    static void add_##name(const uint8_t *v, const uint8_t *s, long size, float *total) {       \
+        decode_form(v, s, size, total, form, ADD);                                              \
+    }
+FORM(f32, ROW_F32)
+FORM(bf16, ROW_BF16)
+FORM(f16, ROW_F16)
+FORM(int8, ROW_INT8)
+#define FUNCTIONS(name) {encode_##name, decode_##name, finite_##name, add_##name}
+
+const struct row_tasks ISA(row_tasks) = {
+    .rms_norm = rms_task,
+    .rope = rope_task,
+    .form = {FUNCTIONS(f32), FUNCTIONS(bf16), FUNCTIONS(f16), FUNCTIONS(int8)},
+};
