@@ -25,7 +25,7 @@ MODULE = KERNELS / "_native.abi3.so"
 # Contraction would let two loops over the same numbers round differently.
 FLAGS = [
     *("-std=gnu11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
-    *("-ffp-contract=off", "-Wall", "-Wextra"),
+    *("-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"),
 ]
 
 # Each is compiled from the same sources, isa/*.c; which one runs is chosen when it is loaded.

@@ -7,6 +7,9 @@ the GIL; concurrent ones take turns.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from expert_network.kernels.ops import accumulate as accumulate
 from expert_network.kernels.ops import attention as attention
 from expert_network.kernels.ops import decode as decode
@@ -14,11 +17,17 @@ from expert_network.kernels.ops import encode as encode
 from expert_network.kernels.ops import rms_norm as rms_norm
 from expert_network.kernels.ops import rope as rope
 
+Floats = NDArray[np.float32]
+
 # Part of the numerics id: raise it when results may change in a bit.
 VERSION = 1
 
+# Precisions of activations: as they are, or quantized to int8 in the weights' groups.
+F32, INT8 = 0, 1
+
 try:
     from expert_network.kernels import _native
+    from expert_network.kernels._native import Matrix as Matrix
 except ImportError as error:
     _reason = f"not built ({error})"
 else:
@@ -58,3 +67,41 @@ def threads() -> int:
 def set_threads(n: int) -> None:
     """Use `n` threads, the caller's included, for all calls of this process from now on."""
     _native.set_threads(n)
+
+
+def linear(matrix: Matrix, x: Floats, out: Floats, precision: int) -> None:
+    """x (M, matrix.cols) times the transposed matrix, plus its bias, into out (M, matrix.rows).
+
+    Both float32, C-contiguous, apart. `precision` F32 or INT8; plain weights always take F32.
+    A row's result has the same bits whatever rows stand beside it and however many threads run.
+    """
+    _native.linear(matrix, x, out, precision)
+
+
+def ffn(
+    gate: Matrix | None,
+    up: Matrix,
+    down: Matrix,
+    activation: str,
+    parameters: tuple[float, ...],
+    rows: Floats,
+    offsets: NDArray[np.uint32],
+    slots: NDArray[np.uint32],
+    weights: Floats | None,
+    out: Floats,
+    precision: int,
+) -> None:
+    """Compute a dispatch through stacks of experts: down(activation(gate(x), up(x))).
+
+    rows (R, up.cols); row r has the pairs offsets[r] to offsets[r + 1] (R + 1 of them), each with
+    a slot in the stacks (P). With `weights` (P), out (R, down.rows) is each row's weighted sum,
+    added in the order of its pairs, 0 without any; else out (P, down.rows) is each pair's output.
+    Activations, with their parameters in brackets, as mlx-lm has them: with a gate "swiglu",
+    "swiglu_clipped" (limit), "swiglu_clipped_after" (limit), "gpt_oss" (alpha, limit),
+    "geglu_tanh", "geglu_erf", "geglu_fast"; without one "relu2", "silu", "gelu_tanh", "gelu_erf",
+    "gelu_fast". The same promise as linear's.
+    """
+    _native.ffn(
+        *(gate, up, down, activation, parameters),
+        *(rows, offsets, slots, weights, out, precision),
+    )

@@ -1,14 +1,56 @@
 """The compiled module. Its contracts are stated in expert_network.kernels."""
 
-from typing import Any
+from typing import Any, Literal
 
 VERSION: int
+
+class Matrix:
+    """A weight (rows, cols), or a stack of `count`, in place on the memory of its arguments.
+
+    `weight` (count, rows, ...) or (rows, ...) of any element type, rows of as many bytes as `cols`
+    elements take; `scales` and `biases` likewise, one per group. `mode` "plain": `weight` is of
+    `dtype`, alone. "affine": `bits` 2, 3, 4, 5, 6 or 8 in groups of 32, 64 or 128; `dtype` is that
+    of scales and biases. "mxfp4": scales of one byte per 32. `bias` float32 (count, rows) is added
+    to products. All C-contiguous. Raises ValueError naming what does not fit.
+    """
+
+    count: int
+    rows: int
+    cols: int
+    def __new__(
+        cls,
+        weight: Any,
+        scales: Any = None,
+        biases: Any = None,
+        *,
+        mode: Literal["plain", "affine", "mxfp4"],
+        dtype: str = ...,
+        bits: int = 0,
+        group_size: int = 0,
+        cols: int,
+        bias: Any = None,
+    ) -> Matrix: ...
 
 def isa() -> str: ...
 def isas() -> list[str]: ...
 def use_isa(name: str, /) -> None: ...
 def threads() -> int: ...
 def set_threads(n: int, /) -> None: ...
+def linear(matrix: Matrix, x: Any, out: Any, precision: int, /) -> None: ...
+def ffn(
+    gate: Matrix | None,
+    up: Matrix,
+    down: Matrix,
+    activation: str,
+    parameters: tuple[float, ...],
+    rows: Any,
+    offsets: Any,
+    slots: Any,
+    weights: Any,
+    out: Any,
+    precision: int,
+    /,
+) -> None: ...
 def attention(
     q: Any,
     k: Any,

@@ -57,3 +57,11 @@ Py_buffer *view_strided(Views *views, PyObject *object, const char *what, char k
 void views_release(Views *views) {
     while (views->count) PyBuffer_Release(&views->views[--views->count]);
 }
+
+int take_precision(PyObject *object) {
+    long precision = PyLong_Check(object) ? PyLong_AsLong(object) : -1;
+    if (precision == 0 || precision == 1) return (int)precision;
+    PyErr_Clear();
+    PyErr_SetString(PyExc_ValueError, "precision: neither 0 (float32) nor 1 (int8)");
+    return -1;
+}

@@ -1,0 +1,202 @@
+#include "ffn.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+#include "pool.h"
+#include "scratch.h"
+#include "table.h"
+
+/* Columns in a task: long enough for streams, short enough to share evenly. */
+#define SHARE 32
+/* Pairs that one product multiplies. */
+#define PAIRS 96
+/* Pairs computed at once: bounds memory, and is enough to read weights seldom. */
+#define MOST_PAIRS 8192
+
+/* A slab of a dispatch. Pairs are numbered from its first; `order` has them by expert, and
+ * expert number n of `experts` has those from starts[n] to starts[n + 1]. */
+struct slab {
+    const struct ffn *ffn;
+    long first_row, rows, pairs, experts;
+    uint32_t *order, *starts, *expert, *row_of;
+    struct layout gate_layout, up_layout, down_layout;
+    char *gate_rows, *up_rows, *hidden_rows;    /* prepared; gate_rows may be up_rows */
+    float *hidden;                              /* (pairs, down's cols) */
+    atomic_int failed;
+};
+
+static long shares_of(long columns) { return (columns + SHARE - 1) / SHARE; }
+
+static uint32_t first_pair(const struct slab *s) { return s->ffn->offsets[s->first_row]; }
+
+/* Sort the pairs by expert, in order within each. */
+static int group_pairs(struct slab *s) {
+    const struct ffn *f = s->ffn;
+    const uint32_t *slots = f->slots + first_pair(s);
+    uint32_t *at = calloc((size_t)f->up->count + 1, sizeof *at);
+    if (!at) return -1;
+    for (long p = 0; p < s->pairs; p++) at[slots[p] + 1]++;
+    for (long e = 0; e < f->up->count; e++) {
+        if (at[e + 1]) s->expert[s->experts] = (uint32_t)e, s->starts[s->experts++] = at[e];
+        at[e + 1] += at[e];
+    }
+    s->starts[s->experts] = (uint32_t)s->pairs;
+    for (long p = 0; p < s->pairs; p++) s->order[at[slots[p]]++] = (uint32_t)p;
+    for (long r = 0, p = 0; r < s->rows; r++)
+        for (; p < (long)(f->offsets[s->first_row + r + 1] - first_pair(s)); p++)
+            s->row_of[p] = (uint32_t)r;
+    free(at);
+    return 0;
+}
+
+static void prepare_row(void *context, long index, int thread) {
+    (void)thread;
+    struct slab *s = context;
+    const struct ffn *f = s->ffn;
+    const float *x = f->x + (s->first_row + index) * f->up->cols;
+    kernels->prepare(&s->up_layout, x, s->up_rows + (size_t)index * s->up_layout.bytes);
+    if (s->gate_rows != s->up_rows && f->gate)
+        kernels->prepare(&s->gate_layout, x, s->gate_rows + (size_t)index * s->gate_layout.bytes);
+}
+
+/* Some pairs of one expert, through columns first..first + count of gate and up. */
+static void hide(struct slab *s, long expert, const uint32_t *pairs, long n, long first,
+                 long count) {
+    const struct ffn *f = s->ffn;
+    float gate[PAIRS][SHARE], up[PAIRS][SHARE], *out[PAIRS];
+    const char *x[PAIRS];
+    for (long i = 0; i < n; i++) {
+        x[i] = s->up_rows + (size_t)s->row_of[pairs[i]] * s->up_layout.bytes;
+        out[i] = up[i];
+    }
+    kernels->product(f->up, &s->up_layout, expert, first, count, x, out, n);
+    for (long i = 0; f->gate && i < n; i++) {
+        x[i] = s->gate_rows + (size_t)s->row_of[pairs[i]] * s->gate_layout.bytes;
+        out[i] = gate[i];
+    }
+    if (f->gate) kernels->product(f->gate, &s->gate_layout, expert, first, count, x, out, n);
+    for (long i = 0; i < n; i++)
+        kernels->activate(f->activation, f->parameters, f->gate ? gate[i] : up[i], up[i],
+                          s->hidden + pairs[i] * f->down->cols + first, count);
+}
+
+static void hide_share(void *context, long index, int thread) {
+    (void)thread;
+    struct slab *s = context;
+    long shares = shares_of(s->ffn->up->rows), n = index / shares, first = index % shares * SHARE;
+    long left = s->ffn->up->rows - first, count = left < SHARE ? left : SHARE;
+    for (long p = s->starts[n]; p < s->starts[n + 1]; p += PAIRS) {
+        long pairs = s->starts[n + 1] - p < PAIRS ? s->starts[n + 1] - p : PAIRS;
+        hide(s, s->expert[n], s->order + p, pairs, first, count);
+    }
+}
+
+static void prepare_hidden(void *context, long index, int thread) {
+    (void)thread;
+    struct slab *s = context;
+    kernels->prepare(&s->down_layout, s->hidden + index * s->ffn->down->cols,
+                     s->hidden_rows + (size_t)index * s->down_layout.bytes);
+}
+
+/* Columns first..first + count of every pair's output, at out + pair * stride. */
+static void lower(struct slab *s, long first, long count, float *out, long stride) {
+    const struct ffn *f = s->ffn;
+    const char *x[PAIRS];
+    float *to[PAIRS];
+    for (long n = 0; n < s->experts; n++)
+        for (long p = s->starts[n]; p < s->starts[n + 1]; p += PAIRS) {
+            long pairs = s->starts[n + 1] - p < PAIRS ? s->starts[n + 1] - p : PAIRS;
+            for (long i = 0; i < pairs; i++) {
+                x[i] = s->hidden_rows + (size_t)s->order[p + i] * s->down_layout.bytes;
+                to[i] = out + s->order[p + i] * stride;
+            }
+            kernels->product(f->down, &s->down_layout, s->expert[n], first, count, x, to, pairs);
+        }
+}
+
+/* One after the other, in the order of a row's pairs. */
+static void add_up(const struct slab *s, const float *outputs, long first, long count) {
+    const struct ffn *f = s->ffn;
+    const float *weights = f->weights + first_pair(s);
+    for (long r = 0, p = 0; r < s->rows; r++) {
+        float *out = f->out + (s->first_row + r) * f->down->rows + first;
+        long end = f->offsets[s->first_row + r + 1] - first_pair(s);
+        if (p == end) memset(out, 0, (size_t)count * 4);
+        for (long k = p; k < end; k++)
+            for (long c = 0; c < count; c++) {
+                float value = outputs[k * SHARE + c] * weights[k];
+                out[c] = k == p ? value : out[c] + value;
+            }
+        p = end;
+    }
+}
+
+static void lower_share(void *context, long index, int thread) {
+    (void)thread;
+    struct slab *s = context;
+    const struct ffn *f = s->ffn;
+    long first = index * SHARE, left = f->down->rows - first, count = left < SHARE ? left : SHARE;
+    if (!f->weights) {
+        lower(s, first, count, f->out + first_pair(s) * f->down->rows + first, f->down->rows);
+        return;
+    }
+    float *outputs = scratch((size_t)s->pairs * SHARE * 4);
+    if (!outputs) {
+        atomic_store(&s->failed, 1);
+        return;
+    }
+    lower(s, first, count, outputs, SHARE);
+    add_up(s, outputs, first, count);
+    free(outputs);
+}
+
+static int allocate(struct slab *s) {
+    const struct ffn *f = s->ffn;
+    size_t pairs = (size_t)s->pairs, rows = (size_t)s->rows;
+    layout_of(f->up, f->precision, &s->up_layout);
+    layout_of(f->gate ? f->gate : f->up, f->precision, &s->gate_layout);
+    layout_of(f->down, f->precision, &s->down_layout);
+    s->order = scratch(4 * (4 * pairs + 1));
+    s->starts = s->order + pairs, s->expert = s->starts + pairs + 1;
+    s->row_of = s->expert + pairs;
+    s->up_rows = scratch(rows * s->up_layout.bytes);
+    s->gate_rows = layout_same(&s->up_layout, &s->gate_layout)
+                       ? s->up_rows
+                       : scratch(rows * s->gate_layout.bytes);
+    s->hidden = scratch(pairs * (size_t)f->down->cols * 4);
+    s->hidden_rows = scratch(pairs * s->down_layout.bytes);
+    return s->order && s->up_rows && s->gate_rows && s->hidden && s->hidden_rows ? 0 : -1;
+}
+
+static void release(struct slab *s) {
+    free(s->order);
+    if (s->gate_rows != s->up_rows) free(s->gate_rows);
+    free(s->up_rows);
+    free(s->hidden);
+    free(s->hidden_rows);
+}
+
+static int run(struct slab *s) {
+    if (allocate(s) || group_pairs(s)) return -1;
+    pool_run(prepare_row, s, s->rows);
+    pool_run(hide_share, s, s->experts * shares_of(s->ffn->up->rows));
+    pool_run(prepare_hidden, s, s->pairs);
+    pool_run(lower_share, s, shares_of(s->ffn->down->rows));
+    return atomic_load(&s->failed) ? -1 : 0;
+}
+
+int ffn_run(const struct ffn *ffn) {
+    const uint32_t *offsets = ffn->offsets;
+    for (long row = 0; row < ffn->rows;) {
+        long end = row + 1;
+        while (end < ffn->rows && offsets[end + 1] - offsets[row] <= MOST_PAIRS) end++;
+        struct slab slab = {.ffn = ffn, .first_row = row, .rows = end - row,
+                            .pairs = offsets[end] - offsets[row]};
+        int failed = run(&slab);
+        release(&slab);
+        if (failed) return -1;
+        row = end;
+    }
+    return 0;
+}
