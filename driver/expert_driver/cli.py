@@ -13,6 +13,7 @@ from expert_network.commandline import DefaultGroup, run_command
 COMMANDS = {
     "run": "Chat with a model, or answer one prompt (meant when no command is named).",
     "logits": "Write the logits of given token ids to a file.",
+    "bench": "Measure how fast a model runs here, and what that is made of.",
     "status": "Show who owns what on a network, and whether it can work.",
     "demo": "Start two nodes on this machine and answer a prompt through them.",
     "key": "Make a cluster key.",

@@ -71,7 +71,7 @@ def make_store(shape: Shape, folder: Path, report: Progress = silent) -> Path:
     if (out / MANIFEST).exists():
         return out
     folder.mkdir(parents=True, exist_ok=True)
-    model, config = _lazy_model(shape)
+    model, config = lazy_model(shape)
     arrays: Arrays = dict(tree_flatten(model.parameters()))
     layers = [_layer_spec(site) for site in find_switches(model)]
     trunk = _trunk(arrays, layers)
@@ -89,7 +89,7 @@ def make_store(shape: Shape, folder: Path, report: Progress = silent) -> Path:
     return Store.open(out).path
 
 
-def _lazy_model(shape: Shape) -> tuple[Any, dict[str, Any]]:
+def lazy_model(shape: Shape) -> tuple[Any, dict[str, Any]]:
     """mlx-lm's model, quantized as it would be, with nothing evaluated; and its config."""
     config = shape.config()
     classes: tuple[Any, Any] = model_classes(config)
@@ -146,6 +146,13 @@ def _add_files(
 
 
 # --- random numbers
+
+
+def random_array(name: str, like: mx.array, shapes: Mapping[str, tuple[int, ...]]) -> mx.array:
+    """An array of random numbers that can stand for `like`; see `_random`."""
+    shape = tuple(like.shape)
+    data = _random(name, _dtype(like), shape, shapes, zlib.crc32(name.encode()))
+    return mx.array(data).view(like.dtype).reshape(shape)
 
 
 def _random(
