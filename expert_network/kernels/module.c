@@ -2,6 +2,7 @@
 #include "module.h"
 
 #include "choose.h"
+#include "ops_matrix.h"
 #include "pool.h"
 
 static PyObject *isa(PyObject *module, PyObject *unused) {
@@ -61,6 +62,8 @@ PyMethodDef choose_methods[] = {
 /* One table per source that has functions for Python. */
 static PyMethodDef *const tables[] = {
     choose_methods,
+    linear_methods,
+    ffn_methods,
     attention_methods,
     rows_methods,
 };
@@ -69,6 +72,7 @@ static int fill(PyObject *module) {
     choose_best();
     for (size_t n = 0; n < sizeof tables / sizeof tables[0]; n++)
         if (PyModule_AddFunctions(module, tables[n])) return -1;
+    if (add_matrix_type(module)) return -1;
     return PyModule_AddIntConstant(module, "VERSION", KERNELS_VERSION);
 }
 

@@ -9,7 +9,8 @@
 #include <Python.h>
 
 /* Each source that adds functions to the module has a table, named in module.c's list. */
-extern PyMethodDef choose_methods[], attention_methods[], rows_methods[];
+extern PyMethodDef choose_methods[], linear_methods[], ffn_methods[];
+extern PyMethodDef attention_methods[], rows_methods[];
 
 /* Views of up to MOST_VIEWS arguments, released together whatever went wrong on the way. */
 #define MOST_VIEWS 12
@@ -27,5 +28,8 @@ Py_buffer *view_array(Views *views, PyObject *object, const char *what, char kin
 Py_buffer *view_strided(Views *views, PyObject *object, const char *what, char kind, int ndim,
                         int writable);
 void views_release(Views *views);
+
+/* 0 float32, 1 int8; -1 and ValueError for anything else. */
+int take_precision(PyObject *object);
 
 #endif

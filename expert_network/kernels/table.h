@@ -9,6 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "activation.h"
+
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
 #define ISA(name) PASTE(name, ISA_NAME)
@@ -16,8 +18,20 @@
 struct attention_tasks;
 struct row_tasks;
 
+struct matrix;
+struct layout;
+
 struct kernels {
     const char *name;
+
+    /* A row of layout->cols floats, made ready in `row` (layout->bytes, aligned to 64). */
+    void (*prepare)(const struct layout *layout, const float *x, char *row);
+    /* out[r][c] = prepared row x[r] times row `first` + c of matrix `expert`, with its bias. */
+    void (*product)(const struct matrix *m, const struct layout *layout, long expert, long first,
+                    long count, const char *const *x, float *const *out, long rows);
+    /* out[0..count) from two arrays; without a gate, from `up` twice. */
+    void (*activate)(enum activation kind, const float *parameters, const float *gate,
+                     const float *up, float *out, long count);
     const struct attention_tasks *attention;
     const struct row_tasks *rows;
 };
