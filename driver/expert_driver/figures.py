@@ -119,11 +119,17 @@ class NetworkFigures:
 
 
 def lines(
-    timing: Timing, network: NetworkFigures | None, peak_bytes: int, mode: str, computing: str
+    timing: Timing,
+    network: NetworkFigures | None,
+    peak_bytes: int,
+    mode: str,
+    computing: str,
+    where: Sequence[str] = (),
 ) -> list[str]:
     """The figures of one reply, in lines for 80 columns; docs/driver.md says how to read them.
 
-    `mode` is "sum" or "exact", `computing` names the kernels of this process.
+    `mode` is "sum" or "exact", `computing` names the kernels of this process, `where` says where
+    the time of a token went.
     """
     read = timing.prompt_tokens - timing.reused
     rate = (timing.tokens - 1) / timing.decode_s if timing.decode_s else 0.0
@@ -133,14 +139,14 @@ def lines(
         f"first token after {duration(timing.first_token_s)}; peak memory {size(peak_bytes)}",
     ]
     if network is None:
-        return [*found, f"experts: all in this process, {mode}; kernels: {computing}"]
+        return [*found, f"experts: all in this process, {mode}; kernels: {computing}", *where]
     found += [
         f"experts: {len(network.nodes)} nodes, {network.mode} replies, {network.wire} on the wire",
         f"kernels here: {computing}",
         f"{duration(network.layer_s)} per layer (median), "
         f"{size(network.bytes_per_token)} per token",
     ]
-    return found + shares(network.nodes)
+    return [*found, *where, *shares(network.nodes)]
 
 
 def cut_short(finish: Finish | None, timing: Timing) -> str | None:

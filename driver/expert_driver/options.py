@@ -166,12 +166,6 @@ def verbose_option(command: Command) -> Command:
     )(command)
 
 
-def verbose_option(command: Command) -> Command:
-    return click.option(
-        "-v", "--verbose", is_flag=True, help="Show speed, traffic and shares after each reply."
-    )(command)
-
-
 def trace_option(command: Command) -> Command:
     return click.option(
         "--trace",

@@ -24,6 +24,7 @@ from expert_network.errors import StoreError
 @options.sampling_options(max_tokens=512)
 @options.computing_options()
 @options.verbose_option
+@options.trace_option
 def command(
     store: str | None,
     nodes: tuple[str, ...],
@@ -35,6 +36,7 @@ def command(
     prompt: str | None,
     system_prompt: str | None,
     verbose: bool,
+    trace: Path | None,
     **values: Any,
 ) -> None:
     """Chat with a model, or answer one prompt.
@@ -57,7 +59,7 @@ def command(
     # Imported here: all of it imports MLX.
     from expert_driver import talk
 
-    talk.run(store, config, options.sampling(values), question, system_prompt, verbose)
+    talk.run(store, config, options.sampling(values), question, system_prompt, verbose, trace)
 
 
 def _look_up(store: str, home: Path) -> None:
