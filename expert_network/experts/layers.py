@@ -108,7 +108,7 @@ def _parts(offsets: NDArray[np.unsignedinteger], most: int) -> Iterator[tuple[in
         first = last
 
 
-def _same(counts: Counts) -> int:
+def same(counts: Counts) -> int:
     """The number of pairs that all rows have, 0 if it is not the same."""
     each = int(counts[0])
     return each if len(counts) == 1 or (counts == each).all() else 0
@@ -118,7 +118,7 @@ def _pairs(
     resident: ResidentLayer, x: mx.array, counts: Counts, slots: NDArray[np.uint32]
 ) -> NDArray[np.float32]:
     """The output of each pair, (P, D); row r of `x` has the next counts[r] of `slots`."""
-    each = _same(counts)
+    each = same(counts)
     if not each:
         x, each = x[mx.array(np.repeat(np.arange(len(counts)), counts))], 1
     y = resident.run(x, mx.array(slots.reshape(-1, each))).astype(mx.float32)
@@ -130,7 +130,7 @@ def _add_up(
 ) -> NDArray[np.float32]:
     """The weighted sum of each row's values, added one after the other: (R, D)."""
     weighted: NDArray[np.float32] = values * weights[:, None]
-    if each := _same(counts):
+    if each := same(counts):
         # Along an axis that is not the last one NumPy adds in order.
         in_order: NDArray[np.float32] = weighted.reshape(len(counts), each, -1).sum(axis=1)
         return in_order

@@ -19,6 +19,9 @@ CALL_BYTES = 32 << 20
 # Fills writable pieces, block_bytes in all, with the block of one expert.
 ReadBlock = Callable[[int, Sequence[memoryview]], None]
 
+# x (N, D) and slots (N, k) to (N, k, D).
+Run = Callable[[mx.array, mx.array], mx.array]
+
 _ABSENT = 0xFFFFFFFF
 
 
@@ -40,7 +43,7 @@ class ResidentLayer:
     ) -> None:
         self.spec, self.switch, self.ids = spec, switch, ids
         self.nbytes = len(ids) * spec.block_bytes
-        self.most_pairs = max(64, CALL_BYTES // _pair_bytes(spec))
+        self.most_pairs = max(64, CALL_BYTES // pair_bytes(spec))
         self._slots = np.full(spec.experts, _ABSENT, np.uint32)
         self._slots[ids] = np.arange(len(ids), dtype=np.uint32)
         stacks = [_Stack(tensor, len(ids), in_place) for tensor in spec.tensors]
@@ -56,18 +59,23 @@ class ResidentLayer:
         held = set(self.ids.tolist())
         raise NotOwned(self.spec.layer, next(i for i in ids.ravel().tolist() if i not in held))
 
-    def outputs(self, x: mx.array, ids: mx.array) -> mx.array:
-        """x (N, D) and experts `ids` (N, k) to (N, k, D). Raises NotOwned.
+    def outputs(self, x: mx.array, ids: mx.array, run: Run | None = None) -> mx.array:
+        """x (N, D) and experts `ids` (N, k) to (N, k, D), by `run` or as `run` does.
 
-        Lazy, unless experts of the layer are missing or its weights are cast at each call.
+        Lazy, unless experts of the layer are missing or its weights are cast at each call. Raises
+        NotOwned.
         """
         if len(self.ids) < self.spec.experts:
             ids = mx.array(self.slots(np.asarray(ids)))
-        step = max(1, self.most_pairs // ids.shape[1])
+        return self.in_parts(x, ids, run or self.run)
+
+    def in_parts(self, x: mx.array, slots: mx.array, run: Run) -> mx.array:
+        """x (N, D) and slots (N, k) to (N, k, D): `run` is called with most_pairs at most."""
+        step = max(1, self.most_pairs // slots.shape[1])
         if len(x) <= step:
-            return self.run(x, ids)
+            return run(x, slots)
         starts = range(0, len(x), step)
-        return mx.concatenate([self.run(x[n : n + step], ids[n : n + step]) for n in starts])
+        return mx.concatenate([run(x[n : n + step], slots[n : n + step]) for n in starts])
 
     def run(self, x: mx.array, slots: mx.array) -> mx.array:
         """x (N, D) and slots (N, k), at most most_pairs of them, to (N, k, D)."""
@@ -128,7 +136,7 @@ class _Stack:
         return memory
 
 
-def _pair_bytes(spec: LayerSpec) -> int:
+def pair_bytes(spec: LayerSpec) -> int:
     """About what one row takes on its way through one expert, in float32."""
     widest = max((tensor.shape[0] for tensor in spec.tensors if tensor.shape), default=1)
     return 4 * 3 * (spec.hidden + widest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from expert_network.backend import Backend
 from expert_network.errors import NotOwned
 from expert_network.experts import upcast
+from expert_network.experts.device_backend import DeviceLayer, widen
 from expert_network.experts.layers import EXACT, SUM, Layer, MlxLayer
 from expert_network.experts.mlx_backend import ResidentLayer
 from expert_network.experts.native_backend import NativeLayer
@@ -21,6 +22,7 @@ from expert_network.model.seam import find_switches
 from expert_network.progress import Progress, silent
 from expert_network.store.manifest import LayerSpec, Manifest
 from expert_network.store.reader import Store
+from expert_network.transfer import transfer_for
 
 __all__ = ["EXACT", "SUM", "Blocks", "Partition", "load_partition", "partition_bytes"]
 
@@ -72,8 +74,20 @@ def _computing(layers: Sequence[ResidentLayer], backend: Backend, stored: str) -
     if backend.name == "mlx-cpu":
         upcast.adapt([layer.switch for layer in left])
     dtype = getattr(mx, backend.compute_dtype(stored))
-    mlx = iter([MlxLayer(layer, dtype) for layer in left])
+    mlx: Iterator[Layer] = iter(_mlx_layers(left, backend, dtype))
     return [next(mlx) if layer is None else layer for layer in native]
+
+
+def _mlx_layers(
+    layers: Sequence[ResidentLayer], backend: Backend, dtype: mx.Dtype
+) -> Sequence[MlxLayer]:
+    if backend.name == "mlx-cpu":
+        return [MlxLayer(layer, dtype) for layer in layers]
+    if backend.name == "mlx-cuda":
+        for layer in layers:
+            widen(layer.switch, layer.spec.experts)
+    transfer = transfer_for(backend.name)
+    return [DeviceLayer(layer, dtype, transfer) for layer in layers]
 
 
 class Partition:

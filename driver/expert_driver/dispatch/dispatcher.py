@@ -15,8 +15,9 @@ from expert_driver.dispatch.network import Network
 from expert_driver.dispatch.routing import split
 from expert_driver.dispatch.values import Outputs, Sums, Values
 from expert_driver.figures import DispatchTimes
-from expert_network.model.host import HostArray, evaluated
+from expert_network.model.host import HostArray
 from expert_network.net.rows import encode
+from expert_network.transfer import Transfer
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import ReplyMode
 
@@ -32,11 +33,14 @@ class NetworkExperts:
 
     `begin_sum` and `begin_outputs` ask the nodes and return at once; what they return waits for the
     replies, and raises what the dispatch raised. A failure may end all dispatches that are under
-    way. precise: see DISPATCH in docs/protocol.md.
+    way. precise: see DISPATCH in docs/protocol.md. transfer: how rows leave and enter MLX.
     """
 
-    def __init__(self, network: Network, precise: bool = False) -> None:
+    def __init__(
+        self, network: Network, precise: bool = False, transfer: Transfer | None = None
+    ) -> None:
         self._network, self.precise = network, precise
+        self._transfer = transfer or Transfer()
         self._wire = network.wanted.wire
 
     def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
@@ -70,7 +74,7 @@ class NetworkExperts:
         def finish() -> mx.array:
             wait()
             made = values.made.reshape(*ids.shape, x.shape[-1])
-            return _array(made, x).astype(x.dtype)
+            return _array(made, x, self._transfer).astype(x.dtype)
 
         return finish
 
@@ -85,7 +89,7 @@ class NetworkExperts:
 
         def finish() -> mx.array:
             wait()
-            return _array(values.made, x)
+            return _array(values.made, x, self._transfer)
 
         return finish
 
@@ -106,7 +110,7 @@ class NetworkExperts:
     ) -> Callable[[], None]:
         """Ask all nodes, each in its of `dtypes`; what to call to wait for `values`."""
         network = self._network
-        rows, experts, scores = _evaluated(x, set(dtypes), ids, weights)
+        rows, experts, scores = _evaluated(self._transfer, x, set(dtypes), ids, weights)
         evaluated_at = perf_counter()
         epoch = network.agreement.roster.epoch
         call = Call(layer, epoch, mode, rows, experts.astype(np.uint16), scores, self.precise)
@@ -149,12 +153,16 @@ def _report(
 
 
 def _evaluated(
-    x: mx.array, dtypes: set[WireDType], ids: mx.array, weights: mx.array | Raw
+    transfer: Transfer,
+    x: mx.array,
+    dtypes: set[WireDType],
+    ids: mx.array,
+    weights: mx.array | Raw,
 ) -> tuple[dict[WireDType, Raw], Raw, Raw]:
     """Rows as they travel in each of `dtypes`, ids and float32 weights, after one wait for MLX."""
     cast = {dtype: _cast(x, dtype) for dtype in dtypes}
     asked = [ids, *cast.values(), *([weights] if isinstance(weights, mx.array) else [])]
-    experts, *others = evaluated(*asked)
+    experts, *others = transfer.fetch(*asked)
     scores = others.pop() if isinstance(weights, mx.array) else weights
     rows = {dtype: _raw(values, dtype) for dtype, values in zip(cast, others, strict=True)}
     return rows, experts, np.ascontiguousarray(scores, np.float32)
@@ -176,6 +184,6 @@ def _raw(values: Raw, dtype: WireDType) -> Raw:
     return encode(values, dtype)[0] if values.dtype == np.float32 else values
 
 
-def _array(made: Raw, like: mx.array) -> mx.array:
+def _array(made: Raw, like: mx.array, transfer: Transfer) -> mx.array:
     """An array whose values are at hand, if those of `like` are: the trunk reads them then."""
-    return HostArray.of(made) if isinstance(like, HostArray) else mx.array(made)
+    return HostArray.of(made) if isinstance(like, HostArray) else transfer.put(made)[0]
