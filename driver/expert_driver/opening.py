@@ -81,14 +81,15 @@ def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator
     if not config.nodes:
         text = Text.open(store) if with_text else None
         experts = _load_experts(store, backend, precise)
-        engine = _engine(store, backend, experts, mode, text, stop)
+        engine = _engine(store, backend, experts, mode, precise, text, stop)
         yield Session(store, engine, text, None, mode, computing)
         return
     _check_memory(store.manifest, {}, "leave other programs, or use a machine with more memory")
     network = connect(config, store.manifest, backend)
     try:
         text = Text.open(store) if with_text else None
-        engine = _engine(store, backend, NetworkExperts(network, precise), mode, text, stop)
+        remote = NetworkExperts(network, precise)
+        engine = _engine(store, backend, remote, mode, precise, text, stop)
         yield Session(store, engine, text, network, mode, computing)
     finally:
         network.close()
@@ -167,8 +168,14 @@ def _check_memory(manifest: Manifest, blocks: Blocks, advice: str) -> None:
 
 
 def _engine(
-    store: Store, backend: Backend, experts: Experts, mode: Mode, text: Text | None, stop: Stop
+    store: Store,
+    backend: Backend,
+    experts: Experts,
+    mode: Mode,
+    precise: bool,
+    text: Text | None,
+    stop: Stop,
 ) -> Engine:
     passes = Passes(stop)
-    model = load_trunk(store, backend, passes.attend(experts), mode)
+    model = load_trunk(store, backend, passes.attend(experts), mode, precise)
     return Engine(model, text.eos if text else frozenset(), passes)

@@ -23,6 +23,12 @@ def activation_of(switch: Any) -> Activation | None:
             return "geglu_tanh", ()
         case "activations.SwigluOAI":
             return "gpt_oss", (float(module._alpha), float(module._limit))
+        case "step3p5.ClampedSwiGLU":
+            return "swiglu_clipped_after", (float(module.limit),)
+        case "deepseek_v41.DeepseekV41SwiGLU":
+            return (
+                ("swiglu_clipped", (float(module.limit),)) if module.limit > 0 else ("swiglu", ())
+            )
         case "mlx.nn.layers.activations.ReLU2":
             return "relu2", ()
         case "mlx.nn.layers.activations.SiLU":

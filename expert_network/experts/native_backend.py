@@ -16,8 +16,6 @@ from expert_network.experts.mlx_backend import ResidentLayer
 from expert_network.model.host import HostArray, evaluated, floats
 from expert_network.model.matrices import matrix_of
 
-_kernels: Any = kernels
-
 # The projections of a switch module in the order of kernels.ffn, by its type.
 _PROJECTIONS = {
     SwitchGLU: ("gate_proj", "up_proj", "down_proj"),
@@ -35,7 +33,7 @@ class NativeLayer:
     def __init__(
         self,
         resident: ResidentLayer,
-        matrices: tuple[Any, Any, Any],
+        matrices: tuple[kernels.Matrix | None, kernels.Matrix, kernels.Matrix],
         activation: Activation,
     ) -> None:
         self._slots, self._matrices, self._activation = resident.slots, matrices, activation
@@ -93,7 +91,7 @@ class NativeLayer:
         count = slots.size if weights is None else len(rows)
         out = np.empty((count, self.spec.hidden), np.float32)
         name, parameters = self._activation
-        _kernels.ffn(
+        kernels.ffn(
             *self._matrices,
             name,
             parameters,
@@ -102,7 +100,7 @@ class NativeLayer:
             slots.reshape(-1),
             None if weights is None else weights.reshape(-1),
             out,
-            0 if precise else 1,
+            kernels.F32 if precise else kernels.INT8,
         )
         return out
 

@@ -10,22 +10,21 @@ from numpy.typing import NDArray
 
 from expert_network import kernels
 
-_kernels: Any = kernels
 _PLAIN = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
-def matrix_of(layer: Any) -> Any:
+def matrix_of(layer: Any) -> kernels.Matrix | None:
     """The matrix of a linear layer, a switch module's projection or an embedding; None if the
     kernels do not know how it is stored.
 
     Its arrays are evaluated, and must not be replaced in the layer while the matrix is in use.
     """
     weight, scales = layer["weight"], layer.get("scales")
-    mode = "plain" if scales is None else layer.mode
+    mode: Any = "plain" if scales is None else layer.mode
     dtype = _PLAIN.get(weight.dtype if scales is None or mode == "mxfp4" else scales.dtype)
     bias = layer.get("bias")
     try:
-        return _kernels.Matrix(
+        return kernels.Matrix(
             _memory(weight),
             None if scales is None else _memory(scales),
             None if layer.get("biases") is None else _memory(layer["biases"]),

@@ -9,19 +9,22 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from expert_network.backend import Backend
-from expert_network.model import seam, structure, upcast
+from expert_network.model import native, seam, structure, upcast
 from expert_network.model.deferred import Experts
 from expert_network.store.manifest import TRUNK
 from expert_network.store.reader import Store
 
 
-def load_trunk(store: Store, backend: Backend, experts: Experts, mode: seam.Mode) -> Module:
+def load_trunk(
+    store: Store, backend: Backend, experts: Experts, mode: seam.Mode, precise: bool = True
+) -> Module:
     """The model of `store`, whose expert layers ask `experts` in `mode` "sum" or "exact".
 
     Every array of the trunk is in memory afterwards, evaluated on the calling thread: any thread
     may call the model. On "mlx-cpu" activations, caches and logits are float32 and the matrices
-    keep their stored bytes. Raises StoreCorrupt if the trunk file is not the manifest's, StoreError
-    if mlx-lm cannot build the model from it.
+    keep their stored bytes; there native kernels, if `backend` has them, round activations to int8
+    and cached keys and values to float16 unless `precise`. Raises StoreCorrupt if the trunk file is
+    not the manifest's, StoreError if mlx-lm cannot build the model from it.
     """
     store.check_file(TRUNK)
     model = structure.build(store)
@@ -29,6 +32,8 @@ def load_trunk(store: Store, backend: Backend, experts: Experts, mode: seam.Mode
     if backend.name == "mlx-cpu":
         upcast.to_float32(model)
     mx.eval(list(arrays(model)))
+    if backend.native:
+        native.install(model, precise, {layer.experts for layer in store.manifest.layers})
     return model
 
 
