@@ -25,12 +25,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 from zlib import crc32
 
 from expert_network.errors import LocalProtocolError, RemoteProtocolError
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import (
+    TIMES_SIZE,
     Dispatch,
     ErrorReply,
     Goodbye,
@@ -40,14 +41,12 @@ from expert_protocol.frames import (
     Reply,
     Welcome,
     Working,
-    decode_dispatch,
+    asked_bytes,
     decode_error,
     decode_goodbye,
     decode_hello,
-    decode_reply,
     decode_welcome,
-    dispatch_pairs,
-    dispatch_size,
+    dispatch_in,
     encode_dispatch,
     encode_error,
     encode_goodbye,
@@ -57,7 +56,8 @@ from expert_protocol.frames import (
     encode_reply,
     encode_welcome,
     encode_working,
-    reply_size,
+    pairs_in,
+    reply_in,
 )
 from expert_protocol.header import (
     HEADER_SIZE,
@@ -66,14 +66,17 @@ from expert_protocol.header import (
     MAX_PAYLOAD,
     MAX_ROWS,
     MAX_U32,
+    SUMMED_SIZE,
+    VERSION,
     Buffer,
+    Checksum,
     ErrorCode,
     Header,
     Kind,
-    ReplyMode,
+    crc_of,
     decode_header,
     encode_frame,
-    summed,
+    encode_head,
 )
 
 
@@ -89,6 +92,9 @@ class State(IntEnum):
     #: Something that is not the protocol came in. One last refusal may go out.
     FAILED = 6
 
+
+# An attribute of an enum takes Python 3.11 as long as a call.
+_IDLE, _WAITING, _CLOSED = State.IDLE, State.WAITING, State.CLOSED
 
 Table = Mapping[State, Mapping[Kind, State]]
 
@@ -140,6 +146,7 @@ NodeEvent = Hello | Dispatch | Ping | Goodbye
 E = TypeVar("E", DriverEvent, NodeEvent)
 
 _NOTHING = memoryview(b"")
+_DISPATCH, _REPLY = Kind.DISPATCH, Kind.REPLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,35 +158,52 @@ class _Limits:
     dtypes: tuple[WireDType, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Owed:
+class _Form(NamedTuple):
+    """How a layer's rows travel: `hidden` values in `columns` elements of the dtype's raw form."""
+
+    hidden: int
+    columns: int
+    row_bytes: int
+
+
+class _Owed(NamedTuple):
     """A dispatch or ping that the driver has no answer to.
 
-    repeats: epoch, layer, dtype, mode and rows of the REPLY, and size: its payload's bytes.
+    reply: the header of the REPLY that is due, but for its crc32; head: the same as bytes; shape:
+    that of its values.
     """
 
     sequence: int
-    repeats: tuple[int, ...] = ()
-    size: int = 0
+    reply: Header | None = None
+    head: bytes = b""
+    shape: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A dispatch or ping that the node has not answered; pairs: of a dispatch."""
+class _Request(NamedTuple):
+    """A dispatch or ping that the node has not answered; shape: that of the reply's values."""
 
     header: Header
-    pairs: int = 0
+    shape: tuple[int, int] = (0, 0)
 
 
-class _Connection(Generic[E]):
+Q = TypeVar("Q", _Owed, _Request)
+
+
+class _Connection(Generic[E, Q]):
     """What both ends share: feeding, order, closing."""
 
-    def __init__(self, sends: Table, receives: Table, hidden: Callable[[int], int]) -> None:
+    def __init__(
+        self, sends: Table, receives: Table, hidden: Callable[[int], int], crc32: Checksum
+    ) -> None:
         self._sends, self._receives = sends, receives
-        self._hidden = hidden
+        self._hidden, self._crc32 = hidden, crc32
+        self._forms: dict[tuple[int, WireDType], _Form] = {}
+        #: What is not answered yet, the oldest first.
+        self._open: deque[Q] = deque()
         self._state = State.FRESH
         self._header: Header | None = None
-        self._running = 0
+        #: The crc32 that the header states, and that of its own bytes.
+        self._crc = self._running = 0
         #: Bytes that `feed` takes next; 0 once nothing more can come.
         self.needs = HEADER_SIZE
 
@@ -191,7 +215,7 @@ class _Connection(Generic[E]):
     @property
     def outstanding(self) -> int:
         """How many dispatches and pings are not answered yet, as far as this end knows."""
-        raise NotImplementedError
+        return len(self._open)
 
     @property
     def closed(self) -> bool:
@@ -204,7 +228,7 @@ class _Connection(Generic[E]):
         Raises RemoteProtocolError for what the peer may not send, and LocalProtocolError for
         another number of bytes or a link that is closed.
         """
-        if len(data) != self.needs or self._state >= State.CLOSED:
+        if len(data) != self.needs or self._state >= _CLOSED:
             raise LocalProtocolError(f"{len(data)} bytes fed, {self.needs} needed")
         try:
             header = self._header
@@ -225,12 +249,13 @@ class _Connection(Generic[E]):
             problem = f"a {header.kind.name} came while the link was {self._state.name.lower()}"
             raise RemoteProtocolError(problem)
         self._check(header)
-        self._header, self._running = header, summed(data)
+        self._header, self._crc = header, header.crc
+        self._running = self._crc32(data[:SUMMED_SIZE], 0)
         self.needs = header.length
         return header
 
     def _complete(self, header: Header, payload: memoryview | bytes) -> E:
-        if crc32(payload, self._running) != header.crc:
+        if self._crc32(payload, self._running) != self._crc:
             raise RemoteProtocolError(f"the checksum of a {header.kind.name} is wrong")
         event = self._decode(header, payload)
         self._header = None
@@ -241,13 +266,13 @@ class _Connection(Generic[E]):
     def _next(self, header: Header, event: E) -> State:
         """The state after `event`."""
         state = self._after(self._receives[self._state][header.kind])
-        if isinstance(event, ErrorReply):
+        if type(event) is ErrorReply:
             return _after_error(state, event.code, header.sequence)
         return state
 
     def _after(self, state: State) -> State:
         """The state that a cell of the tables means while dispatches may still be owed."""
-        return State.WAITING if state is State.IDLE and self.outstanding else state
+        return _WAITING if state is _IDLE and self._open else state
 
     def _may_send(self, kind: Kind) -> State:
         """The state after sending `kind`. Raises LocalProtocolError if it may not go now."""
@@ -259,17 +284,23 @@ class _Connection(Generic[E]):
 
     def _move(self, state: State) -> None:
         self._state = state
-        if state >= State.CLOSED:
+        if state >= _CLOSED:
             self._header = None
             self.needs = 0
 
-    def _hidden_of(self, layer: int) -> int:
-        """The row length of a layer; 0 when this model has no experts there."""
-        try:
-            hidden = self._hidden(layer)
-        except LookupError:
-            return 0
-        return hidden if 0 < hidden <= MAX_HIDDEN else 0
+    def _form(self, layer: int, dtype: WireDType) -> _Form:
+        """How rows of a layer travel as `dtype`; 0 for all when this model has no experts there."""
+        form = self._forms.get((layer, dtype))
+        if form is None:
+            try:
+                hidden = self._hidden(layer)
+            except LookupError:
+                hidden = 0
+            if not 0 < hidden <= MAX_HIDDEN:
+                return _Form(0, 0, 0)
+            form = _Form(hidden, dtype.columns(hidden), dtype.row_bytes(hidden))
+            self._forms[layer, dtype] = form
+        return form
 
     def _check(self, header: Header) -> None:
         raise NotImplementedError
@@ -284,22 +315,18 @@ class _Connection(Generic[E]):
         return encode_goodbye(Goodbye(reason))
 
 
-class DriverConnection(_Connection[DriverEvent]):
+class DriverConnection(_Connection[DriverEvent, _Owed]):
     """The driver's end: greets, then has a few dispatches or one ping outstanding at a time.
 
-    hidden: the row length of a layer; LookupError or 0 for a layer without experts.
+    hidden: the row length of a layer; LookupError or 0 for a layer without experts. crc32: zlib's,
+    or one that is faster.
     """
 
-    def __init__(self, hidden: Callable[[int], int]) -> None:
-        super().__init__(DRIVER_SENDS, NODE_SENDS, hidden)
+    def __init__(self, hidden: Callable[[int], int], crc32: Checksum = crc32) -> None:
+        super().__init__(DRIVER_SENDS, NODE_SENDS, hidden, crc32)
         self._sequence = 0
-        self._owed: deque[_Owed] = deque()
         self._max_reply = MAX_PAYLOAD
         self._limits = _Limits(0, 0, ())
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._owed)
 
     def hello(self, hello: Hello) -> list[Buffer]:
         """The first frame."""
@@ -311,41 +338,44 @@ class DriverConnection(_Connection[DriverEvent]):
 
     def dispatch(self, dispatch: Dispatch) -> list[Buffer]:
         """Ask for one layer's rows. Its arrays must not change until the buffers are sent."""
-        state = self._may_send(Kind.DISPATCH)
-        if len(self._owed) >= MAX_OUTSTANDING:
+        state = self._may_send(_DISPATCH)
+        if len(self._open) >= MAX_OUTSTANDING:
             raise LocalProtocolError(f"{MAX_OUTSTANDING} dispatches are outstanding, the limit")
         sequence = _following(self._sequence)
-        frame = encode_dispatch(dispatch, sequence)
-        size = self._check_limits(dispatch)
+        frame = encode_dispatch(dispatch, sequence, self._crc32)
+        owed = self._owe(dispatch, sequence)
         self._sequence = sequence
-        repeats = (
-            dispatch.epoch, dispatch.layer, dispatch.dtype, dispatch.mode, len(dispatch.rows),
-        )  # fmt: skip
-        self._owed.append(_Owed(sequence, repeats, size))
+        self._open.append(owed)
         self._move(state)
         return frame
 
-    def _check_limits(self, dispatch: Dispatch) -> int:
-        """The size of the reply, if neither end would refuse this dispatch for its size."""
-        (rows, columns), pairs, limits = dispatch.rows.shape, dispatch.ids.size, self._limits
-        hidden = self._hidden_of(dispatch.layer)
-        if columns != dispatch.dtype.columns(hidden):
-            shape = f"{columns} columns of {dispatch.dtype.label}"
-            raise LocalProtocolError(f"layer {dispatch.layer} has no rows of {shape}")
-        asked = dispatch_size(rows, pairs, hidden, dispatch.dtype)
-        answered = reply_size(rows, pairs, hidden, dispatch.mode, dispatch.dtype)
+    def _owe(self, dispatch: Dispatch, sequence: int) -> _Owed:
+        """What is due for it, if neither end would refuse this dispatch for its size."""
+        layer, dtype, mode, limits = dispatch.layer, dispatch.dtype, dispatch.mode, self._limits
+        (rows, columns), pairs = dispatch.rows.shape, len(dispatch.ids)
+        form = self._form(layer, dtype)
+        if columns != form.columns:
+            shape = f"{columns} columns of {dtype.label}"
+            raise LocalProtocolError(f"layer {layer} has no rows of {shape}")
+        count = pairs if mode else rows
+        asked, answered = (
+            asked_bytes(rows, pairs, form.row_bytes),
+            TIMES_SIZE + count * form.row_bytes,
+        )
         if rows > limits.max_rows or asked > limits.max_payload or answered > self._max_reply:
             problem = f"{rows} rows, {asked} bytes out and {answered} back are too many"
             raise LocalProtocolError(f"{problem}; rows_that_fit says how many are not")
-        if dispatch.dtype not in limits.dtypes:
-            raise LocalProtocolError(f"the node does not take rows as {dispatch.dtype.label}")
-        return answered
+        if dtype not in limits.dtypes:
+            raise LocalProtocolError(f"the node does not take rows as {dtype.label}")
+        fields = (_REPLY, 0, sequence, dispatch.epoch, layer, dtype, mode, rows, answered)
+        reply = Header(VERSION, *fields, 0)
+        return _Owed(sequence, reply, encode_head(*fields), (count, columns))
 
     def ping(self) -> list[Buffer]:
         """Ask whether the node is there."""
         state = self._may_send(Kind.PING)
         self._sequence = _following(self._sequence)
-        self._owed.append(_Owed(self._sequence))
+        self._open.append(_Owed(self._sequence))
         self._move(state)
         return encode_ping(self._sequence)
 
@@ -353,11 +383,22 @@ class DriverConnection(_Connection[DriverEvent]):
         """What may still be sent after `feed` raised `error`: a GOODBYE that says so."""
         return self.goodbye(str(error))
 
+    def _accept(self, data: memoryview | bytes) -> Header:
+        # What is due to the last byte needs no check of its fields.
+        if self._open:
+            _, header, head, _ = self._open[0]
+            if header is not None and data[:SUMMED_SIZE] == head:
+                self._header = header
+                self._crc, self._running = crc_of(data), self._crc32(head, 0)
+                self.needs = header.length
+                return header
+        return super()._accept(data)
+
     def _check(self, header: Header) -> None:
         if header.kind is Kind.PING and not header.flags:
             raise RemoteProtocolError("a node answers a PING and never sends one")
-        answers = self._owed and header.kind is not Kind.GOODBYE
-        awaited = self._owed[0].sequence if answers else 0
+        answers = self._open and header.kind is not Kind.GOODBYE
+        awaited = self._open[0].sequence if answers else 0
         about_link = header.kind is Kind.ERROR and not header.sequence
         if header.sequence != awaited and not about_link:
             problem = f"a {header.kind.name} answers {header.sequence}; {awaited} is the next due"
@@ -366,19 +407,18 @@ class DriverConnection(_Connection[DriverEvent]):
             self._check_reply(header)
 
     def _check_reply(self, header: Header) -> None:
-        owed = self._owed[0]
-        if header[4:9] != owed.repeats:  # epoch, layer, dtype, mode, rows
+        due = self._open[0].reply
+        assert due is not None
+        if header[4:9] != due[4:9]:  # epoch, layer, dtype, mode, rows
             raise RemoteProtocolError("a REPLY differs from its DISPATCH in what it must repeat")
-        if header.length != owed.size:
-            problem = f"a REPLY of {header.length} bytes where {owed.size} are due"
+        if header.length != due.length:
+            problem = f"a REPLY of {header.length} bytes where {due.length} are due"
             raise RemoteProtocolError(problem)
 
     def _decode(self, header: Header, payload: memoryview | bytes) -> DriverEvent:
         match header.kind:
             case Kind.REPLY:
-                reply = decode_reply(header, payload, self._hidden(header.layer))
-                self._owed.popleft()
-                return reply
+                return reply_in(payload, header.mode, header.dtype, self._open.popleft().shape)
             case Kind.WORKING:
                 return Working()
             case Kind.WELCOME:
@@ -388,32 +428,28 @@ class DriverConnection(_Connection[DriverEvent]):
             case Kind.ERROR:
                 error = decode_error(header, payload)
                 if header.sequence:
-                    self._owed.popleft()
+                    self._open.popleft()
                 return error
             case Kind.PING:
-                self._owed.popleft()
+                self._open.popleft()
                 return Pong()
             case _:
                 return decode_goodbye(payload)
 
 
-class NodeConnection(_Connection[NodeEvent]):
+class NodeConnection(_Connection[NodeEvent, _Request]):
     """The node's end: answers, and speaks unasked only to end the link.
 
-    hidden: the row length of a layer; LookupError or 0 for a layer without experts.
+    hidden: the row length of a layer; LookupError or 0 for a layer without experts. crc32: zlib's,
+    or one that is faster.
     """
 
-    def __init__(self, hidden: Callable[[int], int]) -> None:
-        super().__init__(NODE_SENDS, DRIVER_SENDS, hidden)
+    def __init__(self, hidden: Callable[[int], int], crc32: Checksum = crc32) -> None:
+        super().__init__(NODE_SENDS, DRIVER_SENDS, hidden, crc32)
         self._sequence = 0
-        self._requests: deque[_Request] = deque()
         self._pairs = 0
         self._max_reply = MAX_PAYLOAD
         self._limits = _Limits(MAX_ROWS, MAX_PAYLOAD, ())
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._requests)
 
     def welcome(self, welcome: Welcome) -> list[Buffer]:
         """Accept the HELLO. `welcome`'s limits hold from here on."""
@@ -425,16 +461,14 @@ class NodeConnection(_Connection[NodeEvent]):
 
     def reply(self, reply: Reply) -> list[Buffer]:
         """Answer the oldest dispatch. `reply.data` must not change until the buffers are sent."""
-        state = self._may_send(Kind.REPLY)
-        request, pairs = self._requests[0].header, self._requests[0].pairs
-        count = pairs if request.mode is ReplyMode.EXACT else request.rows
-        columns = request.dtype.columns(self._hidden(request.layer))
-        due = (request.mode, request.dtype, (count, columns))
+        state = self._may_send(_REPLY)
+        request, shape = self._open[0]
+        due = (request.mode, request.dtype, shape)
         if (reply.mode, reply.dtype, reply.data.shape) != due:
             given = (reply.mode, reply.dtype, reply.data.shape)
             raise LocalProtocolError(f"a reply of {given} where {due} is due")
-        frame = encode_reply(reply, request)
-        self._requests.popleft()
+        frame = encode_reply(reply, request, self._crc32)
+        self._open.popleft()
         self._move(self._after(state))
         return frame
 
@@ -446,34 +480,34 @@ class NodeConnection(_Connection[NodeEvent]):
         state = self._may_send(Kind.ERROR)
         sequence = 0
         if self._state is State.WAITING:
-            sequence = self._requests.popleft().header.sequence
+            sequence = self._open.popleft().header.sequence
         self._move(_after_error(self._after(state), code, sequence))
         return encode_error(ErrorReply(code, message), sequence)
 
     def working(self) -> list[Buffer]:
         """Say that the oldest dispatch is still computed."""
         self._may_send(Kind.WORKING)
-        return encode_working(self._requests[0].header.sequence)
+        return encode_working(self._open[0].header.sequence)
 
     def pong(self) -> list[Buffer]:
         """Answer a Ping."""
         self._move(self._may_send(Kind.PING))
-        return encode_pong(self._requests.popleft().header.sequence)
+        return encode_pong(self._open.popleft().header.sequence)
 
     def refuse(self, error: RemoteProtocolError) -> list[Buffer]:
         """What may still be sent after `feed` raised `error`: an ERROR with its code."""
         return self.error(ErrorCode(error.code), str(error))
 
     def _check(self, header: Header) -> None:
-        if header.kind is Kind.PING and header.flags:
+        if header.flags and header.kind is Kind.PING:
             raise RemoteProtocolError("a driver sends a PING and never answers one")
-        asks = header.kind in (Kind.DISPATCH, Kind.PING)
-        due = _following(self._sequence) if asks else 0
+        kind = header.kind
+        due = _following(self._sequence) if kind is _DISPATCH or kind is Kind.PING else 0
         if header.sequence != due:
             problem = f"a {header.kind.name} has sequence {header.sequence} where {due} is due"
             raise RemoteProtocolError(problem)
-        if header.kind is Kind.DISPATCH:
-            if len(self._requests) >= MAX_OUTSTANDING:
+        if kind is _DISPATCH:
+            if len(self._open) >= MAX_OUTSTANDING:
                 raise RemoteProtocolError(f"more than {MAX_OUTSTANDING} dispatches are outstanding")
             self._check_dispatch(header)
 
@@ -484,11 +518,11 @@ class NodeConnection(_Connection[NodeEvent]):
             raise RemoteProtocolError(problem, ErrorCode.TOO_LARGE)
         if header.dtype not in limits.dtypes:
             raise RemoteProtocolError(f"this node does not take rows as {header.dtype.label}")
-        hidden = self._hidden_of(header.layer)
-        if not hidden:
+        form = self._form(header.layer, header.dtype)
+        if not form.hidden:
             raise RemoteProtocolError(f"this model has no experts in layer {header.layer}")
-        pairs = dispatch_pairs(header, hidden)
-        size = reply_size(header.rows, pairs, hidden, header.mode, header.dtype)
+        pairs = pairs_in(header, form.row_bytes, form.hidden)
+        size = TIMES_SIZE + (pairs if header.mode else header.rows) * form.row_bytes
         if size > self._max_reply:
             problem = f"the reply to {pairs} pairs would be {size} bytes"
             raise RemoteProtocolError(problem, ErrorCode.TOO_LARGE)
@@ -497,13 +531,15 @@ class NodeConnection(_Connection[NodeEvent]):
     def _decode(self, header: Header, payload: memoryview | bytes) -> NodeEvent:
         match header.kind:
             case Kind.DISPATCH:
-                dispatch = decode_dispatch(header, payload, self._hidden(header.layer))
+                columns, pairs = self._form(header.layer, header.dtype).columns, self._pairs
+                dispatch = dispatch_in(header, payload, columns, pairs)
                 self._sequence = header.sequence
-                self._requests.append(_Request(header, self._pairs))
+                shape = (pairs if header.mode else header.rows, columns)
+                self._open.append(_Request(header, shape))
                 return dispatch
             case Kind.PING:
                 self._sequence = header.sequence
-                self._requests.append(_Request(header))
+                self._open.append(_Request(header))
                 return Ping()
             case Kind.HELLO:
                 hello = decode_hello(payload)

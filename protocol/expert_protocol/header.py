@@ -11,7 +11,7 @@ versions can always tell each other why they part. docs/protocol.md has the rest
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 from zlib import crc32
@@ -24,6 +24,8 @@ MAGIC = b"EXPN"
 #: what this one may send. 2: PRECISE, and several dispatches outstanding at a time.
 VERSION = 2
 HEADER_SIZE = 32
+#: The part of it that its crc32 covers.
+SUMMED_SIZE = 28
 #: Bit 0 of the flags of a PING: this one is the answer.
 PONG_FLAG = 1
 #: Bit 0 of the flags of a DISPATCH: compute with float32 activations, whatever the kernels can.
@@ -102,6 +104,8 @@ LIMITS = {
 
 #: What encoders return, for sendmsg: the header first.
 Buffer = bytes | memoryview
+#: crc32 of a buffer, going on from that of what stands before it: zlib's, or one that is faster.
+Checksum = Callable[[Buffer, int], int]
 
 _ALL = struct.Struct("<4sBBHIIHBBHHII")
 _SUMMED = struct.Struct("<4sBBHIIHBBHHI")
@@ -147,17 +151,39 @@ def encode_frame(
     length = 0
     for part in payload:
         length += part.nbytes if isinstance(part, memoryview) else len(part)
-    if length > LIMITS[kind]:
-        raise LocalProtocolError(f"a {kind.name} of {length} bytes; at most {LIMITS[kind]} travel")
-    fields = (MAGIC, VERSION, kind, flags, sequence, epoch, layer, dtype, mode, rows, 0, length)
-    try:
-        head = _SUMMED.pack(*fields)
-    except struct.error as error:
-        raise LocalProtocolError(f"a {kind.name} header cannot carry {fields[3:]}") from error
-    crc = crc32(head)
+    head = encode_head(kind, flags, sequence, epoch, layer, dtype, mode, rows, length)
+    return summed(head, payload)
+
+
+def summed(head: bytes, payload: Sequence[Buffer], crc32: Checksum = crc32) -> list[Buffer]:
+    """The buffers of a frame: `head` with the crc32 of all, then `payload` as it is."""
+    crc = crc32(head, 0)
     for part in payload:
         crc = crc32(part, crc)
     return [head + _CRC.pack(crc), *payload]
+
+
+def encode_head(
+    kind: Kind,
+    flags: int,
+    sequence: int,
+    epoch: int,
+    layer: int,
+    dtype: int,
+    mode: int,
+    rows: int,
+    length: int,
+) -> bytes:
+    """A header but for its crc32. Raises LocalProtocolError for a field that it cannot carry."""
+    if length > LIMITS[kind]:
+        raise LocalProtocolError(f"a {kind.name} of {length} bytes; at most {LIMITS[kind]} travel")
+    try:
+        return _SUMMED.pack(
+            MAGIC, VERSION, kind, flags, sequence, epoch, layer, dtype, mode, rows, 0, length
+        )
+    except struct.error as error:
+        fields = (flags, sequence, epoch, layer, dtype, mode, rows, 0, length)
+        raise LocalProtocolError(f"a {kind.name} header cannot carry {fields}") from error
 
 
 def decode_header(data: memoryview | bytes) -> Header:
@@ -193,14 +219,15 @@ def decode_header(data: memoryview | bytes) -> Header:
     )  # fmt: skip
 
 
+def crc_of(header: Buffer) -> int:
+    """The crc32 that a header states."""
+    crc: int = _CRC.unpack_from(header, SUMMED_SIZE)[0]
+    return crc
+
+
 def _check_rows(kind: Kind, rows: int) -> None:
     if rows == 0:
         raise RemoteProtocolError(f"a {kind.name} without rows")
     if rows > MAX_ROWS:
         problem = f"a {kind.name} of {rows} rows; the limit is {MAX_ROWS}"
         raise RemoteProtocolError(problem, ErrorCode.TOO_LARGE)
-
-
-def summed(data: memoryview | bytes) -> int:
-    """The crc32 of a header's first 28 bytes: what the payload's crc32 starts from."""
-    return crc32(data[:28])
