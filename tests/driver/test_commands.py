@@ -87,7 +87,7 @@ def test_help_loads_no_model_code() -> None:
         (["--nodes", ",", "-p", "x"], "no node is named"),
         (["--nodes", "a,a", "-p", "x"], "named twice"),
         (["--max-tokens", "0", "-p", "x"], "--max-tokens"),
-        (["--wire", "int8", "-p", "x"], "--wire"),
+        (["--wire", "int4", "-p", "x"], "--wire"),
         (["logits"], "--ids"),
     ],
 )
