@@ -34,12 +34,16 @@ _V1 = _Files(
 )
 
 
-def available_memory() -> int:
-    """Bytes that can be taken now without swapping or being ended for it.
+def available_memory(backend: str = "mlx-cpu") -> int:
+    """Bytes that can be taken now, where the MLX backend of this name keeps weights.
 
-    The least of what the system calls available and what each control group above this process
-    leaves: its limit, minus its use, plus the file cache that the kernel would give up for us.
+    On "mlx-cuda" what the device has free. Elsewhere what can be had without swapping or being
+    ended for it: the least of what the system calls available and what each control group above
+    this process leaves: its limit, minus its use, plus the file cache that the kernel would give up
+    for us.
     """
+    if backend == "mlx-cuda" and (free := _device_available()) is not None:
+        return free
     return max(0, min([_system_available(), *control_group_room(_PROC)]))
 
 
@@ -55,6 +59,13 @@ def peak_rss() -> int:
 def control_group_room(proc: Path) -> list[int]:
     """Bytes left by each memory control group above the process of `proc` (a /proc/PID folder)."""
     return [room for group, files in _groups(proc) if (room := _room(group, files)) is not None]
+
+
+def _device_available() -> int | None:
+    import mlx.core as mx
+
+    free = mx.device_info().get("free_memory")
+    return free if isinstance(free, int) else None
 
 
 def _system_available() -> int:

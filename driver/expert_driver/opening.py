@@ -30,6 +30,7 @@ from expert_network.model.seam import Mode
 from expert_network.model.trunk import load_trunk
 from expert_network.store.manifest import TRUNK, Manifest
 from expert_network.store.reader import Store
+from expert_network.transfer import transfer_for
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import Hello, dispatch_size
 from expert_protocol.header import VERSION
@@ -84,11 +85,12 @@ def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator
         engine = _engine(store, backend, experts, mode, precise, text, stop)
         yield Session(store, engine, text, None, mode, computing)
         return
-    _check_memory(store.manifest, {}, "leave other programs, or use a machine with more memory")
+    advice = "leave other programs, or use a machine with more memory"
+    _check_memory(store.manifest, {}, advice, backend)
     network = connect(config, store.manifest, backend)
     try:
         text = Text.open(store) if with_text else None
-        remote = NetworkExperts(network, precise)
+        remote = NetworkExperts(network, precise, transfer_for(backend.name))
         engine = _engine(store, backend, remote, mode, precise, text, stop)
         yield Session(store, engine, text, network, mode, computing)
     finally:
@@ -151,16 +153,16 @@ def _find(name: str | None, config: NetworkConfig) -> Store:
 def _load_experts(store: Store, backend: Backend, precise: bool) -> Experts:
     blocks = {layer: np.arange(experts) for layer, experts in store.manifest.shape}
     advice = "spread the experts over nodes (--nodes), or use a model that is smaller"
-    _check_memory(store.manifest, blocks, advice)
+    _check_memory(store.manifest, blocks, advice, backend)
     with progress() as report:
         return load_partition(store, blocks, backend, report, precise)
 
 
-def _check_memory(manifest: Manifest, blocks: Blocks, advice: str) -> None:
+def _check_memory(manifest: Manifest, blocks: Blocks, advice: str, backend: Backend) -> None:
     trunk = manifest.files[TRUNK].size
     needed, available = (
         trunk + partition_bytes(manifest, blocks) + WORKING_BYTES,
-        available_memory(),
+        available_memory(backend.name),
     )
     if needed > available:
         what = "the trunk" if not blocks else "the model (trunk and all experts)"

@@ -47,7 +47,7 @@ def run(config: NodeConfig, backend: Backend) -> int:
     _log_to_stderr(config.log_level.upper())
     settled = startup.read(config)
     needed = partition_bytes(settled.store.manifest, settled.blocks)
-    startup.check_memory(settled, needed, available_memory())
+    startup.check_memory(settled, needed, available_memory(backend.name))
     with listen(config.host, config.port) as listener:
         node = Node(config, backend, NodeState(settled, loaded=(0, needed)), listener)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:

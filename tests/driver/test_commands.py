@@ -127,7 +127,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too little memory is a sentence with the shortfall, exit code 5."""
-    monkeypatch.setattr("expert_driver.opening.available_memory", lambda: 1_000_000)
+    monkeypatch.setattr("expert_driver.opening.available_memory", lambda _: 1_000_000)
     code, _, err = run(capsys, DEMO_STORE, "-p", "x")
     assert code == 5
     assert "short" in err and "--nodes" in err

@@ -173,3 +173,15 @@ def test_real_group(limited_group: Path) -> None:
     before, after = map(int, result.stdout.split())
     assert 100 * MB < before <= 200 * MB
     assert before - after > 45 * MB
+
+
+def test_a_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the device's free memory counts, and the host's where the device tells nothing."""
+    import mlx.core as mx
+
+    told: dict[str, str | int] = {"free_memory": 7}
+    monkeypatch.setattr(mx, "device_info", lambda: told)
+    assert memory.available_memory("mlx-cuda") == 7
+    assert memory.available_memory("mlx-metal") != 7
+    told.clear()
+    assert memory.available_memory("mlx-cuda") > 7

@@ -130,7 +130,7 @@ def test_partition_too_big(
     def never(*_: object) -> object:
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(daemon, "available_memory", lambda: 1000)
+    monkeypatch.setattr(daemon, "available_memory", lambda _: 1000)
     monkeypatch.setattr(daemon, "load_partition", never)
     monkeypatch.setattr(daemon, "listen", never)
     code, text = failed(capsys, *AB, "--store", str(small))
