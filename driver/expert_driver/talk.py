@@ -11,7 +11,7 @@ from expert_driver.config import NetworkConfig, Sampling
 from expert_driver.conversation import Conversation
 from expert_driver.opening import Session, opened
 from expert_driver.times import Watch
-from expert_driver.trace import TraceFile, tracing, watching
+from expert_driver.trace import Tracer, tracing, watching
 from expert_network.memory import peak_rss
 
 
@@ -25,8 +25,8 @@ def run(
     trace: Path | None,
 ) -> None:
     """Reply to `question`, or chat if there is none."""
-    with tracing(trace) as file, opened(store, config, with_text=True) as session:
-        talk(session, sampling, question, system, verbose, question is None, file)
+    with tracing(trace) as tracer, opened(store, config, with_text=True) as session:
+        talk(session, sampling, question, system, verbose, question is None, tracer)
 
 
 def talk(
@@ -36,7 +36,7 @@ def talk(
     system: str | None,
     verbose: bool,
     chat: bool,
-    trace: TraceFile | None = None,
+    trace: Tracer | None = None,
 ) -> None:
     """Reply to `question` if there is one, then chat if `chat`, over a session that is open."""
     if not verbose and trace is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
@@ -102,20 +102,20 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 
 class Tracer:
-    """A Trace that makes events: one track for the driver, one for each node, in the given order.
+    """A Trace that makes events: one track for the driver, and one for each node."""
 
-    A node that is not in `nodes` gets its track when it first replies.
-    """
-
-    def __init__(self, file: TraceFile, nodes: Sequence[str] = ()) -> None:
+    def __init__(self, file: TraceFile) -> None:
         self._file = file
         self._started = perf_counter()
         #: For each node its number, and for each of its tracks when the last event there ended.
-        self._nodes: dict[str, tuple[int, list[int]]] = {
-            name: (number, []) for number, name in enumerate(nodes)
-        }
+        self._nodes: dict[str, tuple[int, list[int]]] = {}
         self._name("process_name", _DRIVER, {"name": "expert-net"})
         self._name_track(_DRIVER, "driver")
+
+    def expect(self, nodes: Iterable[str]) -> None:
+        """Let the tracks of these nodes stand in this order."""
+        for name in nodes:
+            self._nodes.setdefault(name, (len(self._nodes), []))
 
     def worked(self, times: DispatchTimes | None, part: str, start: float, stop: float) -> None:
         """See times.Sink."""
@@ -176,8 +176,8 @@ class Tracer:
 
 
 @contextmanager
-def tracing(path: Path | None) -> Iterator[TraceFile | None]:
-    """The file of --trace, None without one; complete afterwards, whatever ends it.
+def tracing(path: Path | None) -> Iterator[Tracer | None]:
+    """What traces to the file of --trace, None without one; complete whatever ends it.
 
     Raises InputError if it cannot be written: at once, or at the end if nothing else did.
     """
@@ -186,7 +186,7 @@ def tracing(path: Path | None) -> Iterator[TraceFile | None]:
         return
     file = TraceFile(path)
     try:
-        yield file
+        yield Tracer(file)
     except BaseException:
         with suppress(InputError):
             file.close()
@@ -202,11 +202,12 @@ class Watched(Protocol):
 
 @contextmanager
 def watching(
-    engine: Watched, network: Network | None, file: TraceFile | None = None
+    engine: Watched, network: Network | None, tracer: Tracer | None = None
 ) -> Iterator[Watch]:
-    """Within, where the time of an engine goes is watched, and traced if there is a file."""
-    names = [] if network is None else [node.name for node in network.figures.nodes]
-    watch = Watch(None if file is None else Tracer(file, names))
+    """Within, where the time of an engine goes is watched, and traced if there is a tracer."""
+    if tracer is not None and network is not None:
+        tracer.expect(node.name for node in network.figures.nodes)
+    watch = Watch(tracer)
     engine.watch = watch
     if network is not None:
         network.observer = watch.dispatched

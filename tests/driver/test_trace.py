@@ -73,7 +73,8 @@ def check_nesting(events: Events) -> None:
 def traced(file: Path, *nodes: str) -> Iterator[tuple[Watch, float]]:
     """A Watch that traces to `file`, and when it began."""
     out = TraceFile(file)
-    tracer = Tracer(out, nodes)
+    tracer = Tracer(out)
+    tracer.expect(nodes)
     watch = Watch(tracer)
     yield watch, tracer._started
     watch.close()

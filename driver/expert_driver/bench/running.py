@@ -15,12 +15,17 @@ from expert_driver.bench.subject import Subject
 from expert_driver.bench.weights import Weights, bytes_per_token, per_token
 from expert_driver.config import NetworkConfig
 from expert_driver.opening import Session, opened
+from expert_driver.trace import Tracer, watching
 from expert_network.backend import detect
 from expert_network.progress import Progress
 
 
 def run(
-    store: str | None, variants: Mapping[str, NetworkConfig], settings: Settings, progress: Progress
+    store: str | None,
+    variants: Mapping[str, NetworkConfig],
+    settings: Settings,
+    progress: Progress,
+    tracer: Tracer | None = None,
 ) -> Report:
     """Measure each of `variants` and report. Raises what opening a model and using it raise."""
     with ExitStack() as stack:
@@ -28,6 +33,9 @@ def run(
             Subject(name, stack.enter_context(opened(store, config, with_text=False)))
             for name, config in variants.items()
         ]
+        if tracer is not None:
+            for session in (subject.session for subject in subjects):
+                stack.enter_context(watching(session.engine, session.network, tracer))
         first = subjects[0].session
         before = conditions()
         weights = _weights(first, next(iter(variants.values())), settings)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from time import perf_counter
 
 import mlx.core as mx
 
 from expert_driver.context import Context
 from expert_driver.opening import Session
+
+_likeliest = partial(mx.argmax, axis=-1)
 
 
 class Subject:
@@ -23,7 +26,7 @@ class Subject:
         ids, engine = self._ids(length, seed), self.session.engine
         self._context = context = engine.context()
         started = perf_counter()
-        mx.argmax(engine.read(context, ids)).item()
+        engine.step(context, ids, _likeliest)
         return perf_counter() - started
 
     def decode(self, tokens: int, seed: int) -> float:
@@ -35,7 +38,7 @@ class Subject:
         ids, engine = self._ids(tokens, ~seed), self.session.engine
         started = perf_counter()
         for token in ids:
-            mx.argmax(engine.read(self._context, [token])).item()
+            engine.step(self._context, [token], _likeliest)
         return perf_counter() - started
 
     def forget(self) -> None:

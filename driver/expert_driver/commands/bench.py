@@ -73,6 +73,7 @@ def _number(name: str, default: str, text: str) -> Callable[[options.Command], o
     help="Measure some values of --wire or --precision in turns.",
 )
 @click.option("--quick", is_flag=True, help="A rough answer: 128 tokens, 3 short rounds.")
+@options.trace_option
 @click.option("--json", "machine", is_flag=True, help="Print JSON, for programs.")
 def command(
     store: str | None,
@@ -84,6 +85,7 @@ def command(
     only: tuple[str, ...],
     comparison: Comparison | None,
     quick: bool,
+    trace: Path | None,
     machine: bool,
     **values: Any,
 ) -> None:
@@ -100,10 +102,11 @@ def command(
     config = options.network_config(nodes, exact, wire, key_file, home, computing)
     # Imported here: it imports MLX.
     from expert_driver.bench import running
+    from expert_driver.trace import tracing
     from expert_network.commandline import progress
 
-    with progress(counts="tokens") as shown:
-        report = running.run(store, _variants(config, comparison), settings, shown)
+    with progress(counts="tokens") as shown, tracing(trace) as tracer:
+        report = running.run(store, _variants(config, comparison), settings, shown, tracer)
     if machine:
         click.echo(json.dumps(report.as_json(), indent=2))
     else:

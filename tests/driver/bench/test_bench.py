@@ -11,6 +11,7 @@ import pytest
 from expert_driver.cli import main
 from tests.bench.models import make_store
 from tests.bench.shapes import SHAPES
+from tests.driver.test_trace import check_nesting, read, tracks
 from tests.support.nodes import node_process
 
 TINY = SHAPES["tiny"]
@@ -61,11 +62,20 @@ def test_in_one_process(store: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert report["ratios"] == []
 
 
-def test_over_nodes_in_turns(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_over_nodes_in_turns(
+    store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Over nodes, dispatches and traffic are measured, for each variant, with ratios to the first;
-    int8 rows are fewer bytes than f32 ones."""
+    int8 rows are fewer bytes than f32 ones. --trace has the passes of them all."""
+    trace = tmp_path / "trace.json"
     with node_process("a", "a", store) as node:
-        report = measured(capsys, store, "--nodes", node.url, "--compare", "wire=f32,int8")
+        asked = ("--nodes", node.url, "--compare", "wire=f32,int8", "--trace", trace)
+        report = measured(capsys, store, *asked)
+    shown = tracks(read(trace))
+    for events in shown.values():
+        check_nesting(events)
+    named = [event["name"] for event in shown["driver"]]
+    assert named.count("prompt") == 2 * (2 * 2 + 1) and named.count("token") >= 2 * 2 * 2
     found = names(report)
     assert {"dispatch", "of it computing", "of it overhead", "ping", "traffic"} <= {
         what for what, _ in found
