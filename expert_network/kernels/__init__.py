@@ -7,6 +7,8 @@ the GIL; concurrent ones take turns.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,6 +20,8 @@ from expert_network.kernels.ops import rms_norm as rms_norm
 from expert_network.kernels.ops import rope as rope
 
 Floats = NDArray[np.float32]
+# An object with the buffer protocol.
+Buffer = Any
 
 # Part of the numerics id: raise it when results may change in a bit.
 VERSION = 1
@@ -102,6 +106,24 @@ def ffn(
     "gelu_fast". The same promise as linear's.
     """
     _native.ffn(
-        *(gate, up, down, activation, parameters),
-        *(rows, offsets, slots, weights, out, precision),
+        gate,
+        up,
+        down,
+        activation,
+        parameters,
+        rows,
+        offsets,
+        slots,
+        weights,
+        out,
+        precision,
     )
+
+
+def read_bandwidth(memory: Buffer, streams: int) -> float:
+    """Seconds that all threads take to read `memory` once, each several parts of it at once.
+
+    The line that a kernel's speed is compared with. `memory` is C-contiguous, of any type; parts
+    of 1 MiB are spread over the threads, and a part is read as `streams` (1, 2, 4, 8, 16) runs.
+    """
+    return _native.read_bandwidth(memory, streams)

@@ -64,6 +64,7 @@ static PyMethodDef *const tables[] = {
     choose_methods,
     linear_methods,
     ffn_methods,
+    bandwidth_methods,
     attention_methods,
     rows_methods,
 };

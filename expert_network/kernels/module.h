@@ -9,7 +9,7 @@
 #include <Python.h>
 
 /* Each source that adds functions to the module has a table, named in module.c's list. */
-extern PyMethodDef choose_methods[], linear_methods[], ffn_methods[];
+extern PyMethodDef choose_methods[], linear_methods[], ffn_methods[], bandwidth_methods[];
 extern PyMethodDef attention_methods[], rows_methods[];
 
 /* Views of up to MOST_VIEWS arguments, released together whatever went wrong on the way. */

@@ -32,6 +32,8 @@ struct kernels {
     /* out[0..count) from two arrays; without a gate, from `up` twice. */
     void (*activate)(enum activation kind, const float *parameters, const float *gate,
                      const float *up, float *out, long count);
+    /* Reads `streams` runs of `bytes` (a multiple of 128) that follow one another, in turns. */
+    uint64_t (*read)(const uint8_t *memory, long streams, size_t bytes);
     const struct attention_tasks *attention;
     const struct row_tasks *rows;
 };
