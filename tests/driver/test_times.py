@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import astuple
 
 import pytest
@@ -124,6 +125,24 @@ def test_a_watch_keeps_no_more_than_its_limit() -> None:
         assert len(watch._records) < times.KEPT
     watch.chose(1, 0, 3 * times.KEPT * MS, 3 * times.KEPT * MS)
     assert not watch._records
+
+
+def test_a_watch_takes_no_more_memory_for_more_tokens() -> None:
+    """After 500 tokens it holds what it held after 50."""
+    watch, held = Watch(), []
+    records = [dispatch(n, n, n + 0.5, node(n, n + 0.5), layer=n) for n in range(16)]
+    tracemalloc.start()
+    try:
+        for count in (50, 500):
+            for _ in range(count):
+                for record in records:
+                    watch.dispatched(record)
+                watch.chose(1, 0, 16 * MS, 17 * MS)
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[1] <= held[0] + 512
+    assert watch.parts.total == pytest.approx(550 * 17 * MS)
 
 
 def test_lines() -> None:
