@@ -3,7 +3,7 @@
 #
 #   BACKEND=cuda13     on Linux with an NVIDIA GPU (the default there is cpu; macOS has one build)
 #   PYTHON=/path/to/python3.12     instead of the first one found that fits
-#   ARGS="…"           more arguments for expert-net demo or pytest
+#   ARGS="…"           more arguments for expert-net demo, pytest or tests.bench
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-builtin-rules
@@ -38,7 +38,7 @@ endef
 
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test check bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,9 @@ check: $(TOOLS) ## Format, lint, types, import contracts, then the tests: what C
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/pytest $(ARGS)
+
+bench: $(TOOLS) ## Measure this machine against llama.cpp and mlx-lm: an hour, 20 GB (ARGS=--quick: less)
+	$(BIN)/python -m tests.bench $(ARGS)
 
 format: $(TOOLS) ## Format the code and mend what the linter can
 	$(BIN)/ruff format

@@ -127,7 +127,7 @@ class Growth:
                 self._warm_up(subject)
                 self._by_context(subject, order)
                 self._by_rows(subject, order)
-            self._by_delay(ports, order)
+            self.by_delay(ports, order)
 
     def _by_context(self, subject: Subject, order: int) -> None:
         for context in self._plan.contexts[::order]:
@@ -142,7 +142,8 @@ class Growth:
                 self.samples.add("rows", str(rows), "ms", "measured", seconds * 1e3)
                 self._advance()
 
-    def _by_delay(self, ports: Sequence[int], order: int) -> None:
+    def by_delay(self, ports: Sequence[int], order: int) -> None:
+        """Delays, over the nodes on these ports."""
         with ExitStack() as stack:
             subjects = {}
             for delay in self._plan.delays_ms:

@@ -40,13 +40,15 @@ class Claim:
     goal: float
 
 
+PROMPT = "prompt"  # the longest that is read
+
 CLAIMS = (
     Claim("decode", ONE, LLAMA, 1.0, 1.3),
-    Claim("prefill 512", ONE, LLAMA, 1.0, 1.3),
+    Claim(PROMPT, ONE, LLAMA, 1.0, 1.3),
     Claim("decode", TWO, ONE, 0.85, 1.0),
-    Claim("prefill 512", TWO, ONE, 0.85, 1.0),
+    Claim(PROMPT, TWO, ONE, 0.85, 1.0),
     Claim("decode", TWO, RPC, 1.5, 1.5),
-    Claim("prefill 512", TWO, RPC, 1.0, 1.0),
+    Claim(PROMPT, TWO, RPC, 1.0, 1.0),
     Claim("prefill 32", ONE, MLX, 1.0, 1.0),
 )
 
@@ -77,14 +79,16 @@ def measure(everyone: Sequence[Contender], load: Load, rounds: int, report: Prog
     return samples
 
 
-def claimed(series: Sequence[Series]) -> list[dict[str, Any]]:
+def claimed(series: Sequence[Series], longest: int) -> list[dict[str, Any]]:
     """Each claim of which both sides were measured, with the ratios of the rounds."""
     found = {(one.what, one.variant): one for one in series}
     results = []
     for claim in CLAIMS:
-        one, base = found.get((claim.what, claim.who)), found.get((claim.what, claim.base))
+        what = f"prefill {longest}" if claim.what == PROMPT else claim.what
+        one, base = found.get((what, claim.who)), found.get((what, claim.base))
         if one is not None and base is not None:
-            results.append(asdict(claim) | {"ratio": ratios(one, base).as_json()})
+            ratio = ratios(one, base).as_json()
+            results.append(asdict(claim) | {"what": what, "ratio": ratio})
     return results
 
 
@@ -102,7 +106,7 @@ def run(
         "load": asdict(asked) | {"rounds": rounds},
         "conditions": before | {"load_after": load(), "llama.cpp": peers.version()},
         "measurements": [one.as_json() for one in series],
-        "claims": claimed(series),
+        "claims": claimed(series, max(asked.prompts)),
     }
 
 

@@ -19,6 +19,7 @@ from expert_network.store.manifest import TRUNK, Manifest
 from expert_network.store.reader import Store
 
 MEASURED_BYTES = 400_000_000  # of blocks that are gone through in turn: more than caches hold
+STREAMS = 8  # runs of memory that are read at once, as kernels do: fewer are slower
 ROWS = 128  # of the batch that is measured beside a single row
 MEMORY, EXPERTS = "memory", "experts"
 
@@ -74,20 +75,41 @@ class Weights:
     def __init__(self, store: Store, backend: Backend) -> None:
         self._partition = load_partition(store, some_blocks(store.manifest), backend)
         self._manifest, self._k = store.manifest, per_token(store.config)
+        self._native = backend.native
+        # As much as the blocks take, so that caches help no one; written once, to be there.
+        self._plain = np.ones(max(1 << 20, self._partition.nbytes), np.uint8)
         self._precisions = PRECISIONS if backend.native else {backend.name: True}
 
     def measure(self, samples: Samples, seed: int) -> None:
-        """One sample of each: memory, one row and ROWS rows, in every precision there is."""
-        for threads, rate in memory_rates().items():
-            samples.add(MEMORY, threads, "GB/s", "", rate)
+        """One sample of each: memory, and one row on one thread and on all; ROWS rows on all."""
+        most = kernels.threads() if self._native else 1
+        try:
+            for threads in sorted({1, most}):
+                self._measure_one_row(samples, seed, threads)
+        finally:
+            if self._native:
+                kernels.set_threads(most)
         for label, precise in self._precisions.items():
-            one = list(self._single_rows(seed))
-            seconds = sum(call.seconds(self._partition, precise) for call in one)
-            rate = sum(call.nbytes for call in one) / seconds / 1e9
-            samples.add(EXPERTS, f"1 row, {label}", "GB/s", "", rate)
             seconds = self._batch(seed).seconds(self._partition, precise)
-            layers = len(self._manifest.layers)
-            samples.add(EXPERTS, f"{ROWS} rows, {label}", "tok/s", "", ROWS / seconds / layers)
+            rate = ROWS / seconds / len(self._manifest.layers)
+            samples.add(EXPERTS, f"{ROWS} rows, {label}", "tok/s", "", rate)
+
+    def _measure_one_row(self, samples: Samples, seed: int, threads: int) -> None:
+        """Weights per second, and beside what memory gives to as many threads."""
+        said = f"{threads} thread{'s' if threads > 1 else ''}"
+        memory = None
+        if self._native:
+            kernels.set_threads(threads)
+            memory = self._plain.nbytes / kernels.read_bandwidth(self._plain, STREAMS) / 1e9
+            samples.add(MEMORY, said, "GB/s", "", memory)
+        for label, precise in self._precisions.items():
+            calls = list(self._single_rows(seed))
+            seconds = sum(call.seconds(self._partition, precise) for call in calls)
+            rate = sum(call.nbytes for call in calls) / seconds / 1e9
+            at = f"1 row, {label}, {said}" if self._native else f"1 row, {label}"
+            samples.add(EXPERTS, at, "GB/s", "", rate)
+            if memory is not None:
+                samples.add("experts / memory", at, "x", "", rate / memory)
 
     def _single_rows(self, seed: int) -> Iterator[_Call]:
         """Calls of one row that together go once through every block, in random order."""
@@ -107,15 +129,6 @@ class Weights:
         ids = [e for _ in range(ROWS) for e in choose.sample(range(spec.experts), self._k)]
         nbytes = len(set(ids)) * spec.block_bytes
         return _Call(spec.layer, _rows(ROWS, spec.hidden, seed), np.array(ids, np.uint16), nbytes)
-
-
-def memory_rates() -> dict[str, float]:
-    """GB/s of reading memory with one thread and with all; empty where that cannot be measured."""
-    measure = getattr(kernels, "read_bandwidth", None)
-    if not kernels.available() or measure is None:
-        return {}
-    counts = sorted({1, kernels.threads()})
-    return {f"{n} thread{'s' if n > 1 else ''}": measure(n) / 1e9 for n in counts}
 
 
 def _rows(count: int, hidden: int, seed: int) -> npt.NDArray[np.float32]:
