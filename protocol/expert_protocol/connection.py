@@ -6,10 +6,9 @@ A connection owns no payload memory. `needs` says how many bytes come next: 32 f
 that header's payload, whose size has been checked against everything known by then. `feed` takes
 exactly these bytes. The event's arrays are views of what was fed last.
 
-Everything that changes the state of a link is in the two tables below; an absent cell is the
-error. Both ends keep the same state, so one end's sending is the other's receiving. What we may
-not send raises LocalProtocolError and changes nothing. What the peer may not send raises
-RemoteProtocolError and ends the link: only one `refuse` can follow.
+Everything that changes the state of a link is in the two tables of states.py. What we may not send
+raises LocalProtocolError and changes nothing. What the peer may not send raises RemoteProtocolError
+and ends the link: only one `refuse` can follow.
 
 Up to MAX_OUTSTANDING dispatches may wait for their answers at a time. They are answered in the
 order in which they were sent, so REPLY, ERROR and WORKING are always about the oldest, and carry
@@ -22,9 +21,8 @@ lock around `working` and `reply`, each with the sending of its buffers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 from zlib import crc32
 
@@ -78,68 +76,10 @@ from expert_protocol.header import (
     encode_frame,
     encode_head,
 )
-
-
-class State(IntEnum):
-    """Where a link stands. The same on both ends, but for what is still under way."""
-
-    FRESH = 0
-    GREETING = 1
-    IDLE = 2
-    WAITING = 3
-    PINGED = 4
-    CLOSED = 5
-    #: Something that is not the protocol came in. One last refusal may go out.
-    FAILED = 6
-
+from expert_protocol.states import DRIVER_SENDS, NODE_SENDS, State, Table, after_error
 
 # An attribute of an enum takes Python 3.11 as long as a call.
 _IDLE, _WAITING, _CLOSED = State.IDLE, State.WAITING, State.CLOSED
-
-Table = Mapping[State, Mapping[Kind, State]]
-
-DRIVER_SENDS: Table = {
-    State.FRESH: {Kind.HELLO: State.GREETING, Kind.GOODBYE: State.CLOSED},
-    State.GREETING: {Kind.GOODBYE: State.CLOSED},
-    State.IDLE: {
-        Kind.DISPATCH: State.WAITING,
-        Kind.PING: State.PINGED,
-        Kind.GOODBYE: State.CLOSED,
-    },
-    State.WAITING: {Kind.DISPATCH: State.WAITING, Kind.GOODBYE: State.CLOSED},
-    State.PINGED: {Kind.GOODBYE: State.CLOSED},
-    State.CLOSED: {},
-    State.FAILED: {Kind.GOODBYE: State.CLOSED},
-}
-
-# While more dispatches are outstanding, a REPLY or ERROR leaves the link WAITING instead of IDLE.
-# An ERROR about the link itself (sequence 0), or with one of FATAL's codes, closes it whatever
-# stands here.
-NODE_SENDS: Table = {
-    State.FRESH: {Kind.ERROR: State.CLOSED, Kind.GOODBYE: State.CLOSED},
-    State.GREETING: {
-        Kind.WELCOME: State.IDLE,
-        Kind.ERROR: State.CLOSED,
-        Kind.GOODBYE: State.CLOSED,
-    },
-    State.IDLE: {Kind.ERROR: State.CLOSED, Kind.GOODBYE: State.CLOSED},
-    State.WAITING: {
-        Kind.REPLY: State.IDLE,
-        Kind.WORKING: State.WAITING,
-        Kind.ERROR: State.IDLE,
-        Kind.GOODBYE: State.CLOSED,
-    },
-    State.PINGED: {
-        Kind.PING: State.IDLE,
-        Kind.ERROR: State.CLOSED,
-        Kind.GOODBYE: State.CLOSED,
-    },
-    State.CLOSED: {},
-    State.FAILED: {Kind.ERROR: State.CLOSED, Kind.GOODBYE: State.CLOSED},
-}
-
-#: After these the two ends no longer agree on where a frame starts, or never will agree.
-FATAL = frozenset({ErrorCode.PROTOCOL, ErrorCode.VERSION, ErrorCode.TOO_LARGE})
 
 DriverEvent = Welcome | Reply | ErrorReply | Pong | Working | Goodbye
 NodeEvent = Hello | Dispatch | Ping | Goodbye
@@ -267,7 +207,7 @@ class _Connection(Generic[E, Q]):
         """The state after `event`."""
         state = self._after(self._receives[self._state][header.kind])
         if type(event) is ErrorReply:
-            return _after_error(state, event.code, header.sequence)
+            return after_error(state, event.code, header.sequence)
         return state
 
     def _after(self, state: State) -> State:
@@ -481,7 +421,7 @@ class NodeConnection(_Connection[NodeEvent, _Request]):
         sequence = 0
         if self._state is State.WAITING:
             sequence = self._open.popleft().header.sequence
-        self._move(_after_error(self._after(state), code, sequence))
+        self._move(after_error(self._after(state), code, sequence))
         return encode_error(ErrorReply(code, message), sequence)
 
     def working(self) -> list[Buffer]:
@@ -547,10 +487,6 @@ class NodeConnection(_Connection[NodeEvent, _Request]):
                 return hello
             case _:
                 return decode_goodbye(payload)
-
-
-def _after_error(state: State, code: ErrorCode, sequence: int) -> State:
-    return State.CLOSED if code in FATAL or not sequence else state
 
 
 def _following(sequence: int) -> int:

@@ -12,14 +12,7 @@ import pytest
 
 from expert_network.errors import LocalProtocolError, RemoteProtocolError
 from expert_protocol import connection as module
-from expert_protocol.connection import (
-    DRIVER_SENDS,
-    FATAL,
-    NODE_SENDS,
-    DriverConnection,
-    NodeConnection,
-    State,
-)
+from expert_protocol.connection import DriverConnection, NodeConnection
 from expert_protocol.frames import (
     Dispatch,
     ErrorReply,
@@ -50,6 +43,7 @@ from expert_protocol.header import (
     decode_header,
     encode_frame,
 )
+from expert_protocol.states import DRIVER_SENDS, FATAL, NODE_SENDS, State
 from tests.support.wire import dispatch, events, facts, greeted, hello, hidden, reply_to, welcome
 
 

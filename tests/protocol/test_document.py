@@ -14,15 +14,7 @@ import pytest
 
 from expert_network.net.auth import Answer, ClusterKey
 from expert_protocol import greetings, header
-from expert_protocol.connection import (
-    DRIVER_SENDS,
-    FATAL,
-    NODE_SENDS,
-    DriverConnection,
-    NodeConnection,
-    State,
-    Table,
-)
+from expert_protocol.connection import DriverConnection, NodeConnection
 from expert_protocol.frames import (
     Dispatch,
     ErrorReply,
@@ -37,6 +29,7 @@ from expert_protocol.frames import (
     Working,
 )
 from expert_protocol.header import Buffer, ErrorCode, Kind
+from expert_protocol.states import DRIVER_SENDS, FATAL, NODE_SENDS, State, Table
 from tests.support.wire import events, facts
 
 TEXT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")

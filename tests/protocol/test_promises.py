@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expert_network.errors import RemoteProtocolError
-from expert_protocol.connection import DriverConnection, NodeConnection, State
+from expert_protocol.connection import DriverConnection, NodeConnection
 from expert_protocol.frames import Dispatch, Goodbye, Reply, ReplyMode, WireDType
 from expert_protocol.header import HEADER_SIZE, LIMITS, Buffer
+from expert_protocol.states import State
 from tests.support.wire import (
     KINDS_OF_ROWS,
     dispatch,
