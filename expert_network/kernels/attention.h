@@ -2,8 +2,6 @@
 #ifndef EXPERT_NETWORK_ATTENTION_H
 #define EXPERT_NETWORK_ATTENTION_H
 
-#include "pool.h"
-
 #include <stddef.h>
 
 enum { MASK_NONE, MASK_BOOL, MASK_ADDED };
@@ -13,7 +11,7 @@ enum { MASK_NONE, MASK_BOOL, MASK_ADDED };
 #define ATTENTION_KEYS 64    /* of the blocks that these see at once */
 #define ATTENTION_CHUNK 128  /* keys of one task of few rows */
 #define ATTENTION_LONG 512   /* the same of more rows, where there are few blocks */
-#define ATTENTION_PAD 32     /* accumulators are a multiple of this wide: of every vector pair */
+#define ATTENTION_PAD 16     /* accumulators are a multiple of this wide: of two vectors */
 
 /* Strides are bytes, for the axes batch, head, position; the last axis is contiguous. A row is one
  * query head's at one position; the rows that share a key head are numbered position by position. */
@@ -32,11 +30,6 @@ struct attention {
     float *partials;
     char *scratch;
     size_t scratch_size;
-};
-
-/* few or many rows: index is (head, block, chunk); end: (head, row). A head is a batch's key head. */
-struct attention_tasks {
-    pool_task few, many, end;
 };
 
 #endif

@@ -66,7 +66,8 @@ static PyMethodDef *const tables[] = {
     ffn_methods,
     bandwidth_methods,
     attention_methods,
-    rows_methods,
+    norms_methods,
+    forms_methods,
 };
 
 static int fill(PyObject *module) {

@@ -1,6 +1,6 @@
 /* attention(): checks its arguments, divides the work, and runs it on the pool. */
 #include "attention.h"
-#include "module.h"
+#include "calls.h"
 #include "table.h"
 
 #include <math.h>
@@ -8,13 +8,6 @@
 #include <string.h>
 
 #define MOST_DEPTH 65536
-/* Weighted values that one thread puts together faster than it wakes another. */
-#define ALONE 65536
-
-static const char *element(const Py_buffer *view) {
-    const char *format = view->format ? view->format : "B";
-    return format + (*format == '<' || *format == '=' || *format == '@');
-}
 
 static int stored_kind(const Py_buffer *view, const char *what) {
     const char *format = element(view);
@@ -28,9 +21,7 @@ static int stored_kind(const Py_buffer *view, const char *what) {
 /* The strides of the axes before the last, which has to be contiguous. */
 static int strides_of(const Py_buffer *view, const char *what, ptrdiff_t *strides) {
     for (int axis = 0; axis < 3; axis++) strides[axis] = view->strides[axis];
-    if (view->strides[3] == view->itemsize || view->shape[3] <= 1) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: its last axis is not contiguous", what);
-    return -1;
+    return contiguous_last(view, what);
 }
 
 static int same(const char *what, int axis, long is, long wanted) {
@@ -116,7 +107,6 @@ static void divide(struct attention *a) {
 }
 
 static int run(struct attention *a) {
-    const struct attention_tasks *tasks = kernels->attention;
     if (!a->batch || !a->heads || !a->length || !a->width) return 0;
     divide(a);
     long heads = a->batch * a->key_heads, all = heads * a->rows;
@@ -127,12 +117,12 @@ static int run(struct attention *a) {
     if (!memory) return -1;
     a->scratch = (char *)(((uintptr_t)memory + 127) & ~(uintptr_t)127);
     a->partials = (float *)(a->scratch + (size_t)threads * a->scratch_size);
-    pool_run(a->rows <= ATTENTION_FEW ? tasks->few : tasks->many, a,
+    pool_run(a->rows <= ATTENTION_FEW ? kernels->attend_few : kernels->attend_many, a,
              heads * a->blocks * a->chunks);
     if (all * a->chunks * a->width > ALONE)
-        pool_run(tasks->end, a, all);
+        pool_run(kernels->attend_end, a, all);
     else
-        for (long row = 0; row < all; row++) tasks->end(a, row, 0);
+        for (long row = 0; row < all; row++) kernels->attend_end(a, row, 0);
     free(memory);
     return 0;
 }
@@ -167,6 +157,6 @@ static PyObject *attention(PyObject *module, PyObject *const *arguments, Py_ssiz
 }
 
 PyMethodDef attention_methods[] = {
-    {"attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL, NULL},
+    FAST(attention),
     {NULL, NULL, 0, NULL},
 };

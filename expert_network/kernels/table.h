@@ -10,13 +10,12 @@
 #include <stdint.h>
 
 #include "activation.h"
+#include "forms.h"
+#include "pool.h"
 
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
 #define ISA(name) PASTE(name, ISA_NAME)
-
-struct attention_tasks;
-struct row_tasks;
 
 struct matrix;
 struct layout;
@@ -34,8 +33,11 @@ struct kernels {
                      const float *up, float *out, long count);
     /* Reads `streams` runs of `bytes` (a multiple of 128) that follow one another, in turns. */
     uint64_t (*read)(const uint8_t *memory, long streams, size_t bytes);
-    const struct attention_tasks *attention;
-    const struct row_tasks *rows;
+    /* Tasks of struct attention: few or many rows, index (head, block, chunk), a head being a
+     * batch's key head; end, index (head, row). */
+    pool_task attend_few, attend_many, attend_end;
+    pool_task rms_norm, rope;       /* of the structs in norms.h */
+    const struct row_form *forms;   /* as forms.h numbers them */
 };
 
 extern const struct kernels *kernels;   /* never NULL; changed by use_isa only */

@@ -1,27 +1,8 @@
 /* What stands between an expert's first and last product. */
-#include "simd.h"
+#include "exp.h"
 
 #include "../activation.h"
 #include "../table.h"
-
-/* e^x to about 1e-7 relative; from 2e38 down to 1e-38, where it stays. NaN stays NaN. */
-INLINE vf exp_(vf x) {
-    const float to_integer = 12582912.0f, log2_e = 1.44269504f;
-    /* ln 2 in two parts, the first exact in every product with an exponent. */
-    const float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-    x = larger(all(-87.3f), smaller(all(88.0f), x));
-    vf n = (x * log2_e + to_integer) - to_integer;
-    vf r = (x - n * ln2_high) - n * ln2_low;
-    vf p = all(1.0f / 720);
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-    return p * (vf)power;
-}
 
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp_(-x)); }
 

@@ -8,8 +8,12 @@ void ISA(product)(const struct matrix *, const struct layout *, long, long, long
                   const char *const *, float *const *, long);
 void ISA(activate)(enum activation, const float *, const float *, const float *, float *, long);
 uint64_t ISA(read)(const uint8_t *, long, size_t);
-extern const struct attention_tasks ISA(attention_tasks);
-extern const struct row_tasks ISA(row_tasks);
+void ISA(attend_few)(void *, long, int);
+void ISA(attend_many)(void *, long, int);
+void ISA(attend_end)(void *, long, int);
+void ISA(rms_norm)(void *, long, int);
+void ISA(rope)(void *, long, int);
+extern const struct row_form ISA(row_forms)[];
 
 const struct kernels ISA(kernels) = {
     .name = STRING(ISA_NAME),
@@ -17,6 +21,10 @@ const struct kernels ISA(kernels) = {
     .product = ISA(product),
     .activate = ISA(activate),
     .read = ISA(read),
-    .attention = &ISA(attention_tasks),
-    .rows = &ISA(row_tasks),
+    .attend_few = ISA(attend_few),
+    .attend_many = ISA(attend_many),
+    .attend_end = ISA(attend_end),
+    .rms_norm = ISA(rms_norm),
+    .rope = ISA(rope),
+    .forms = ISA(row_forms),
 };

@@ -1,127 +1,12 @@
-/* Row by row: rms_norm, rope, and the forms in which rows travel. */
-#include "../rows.h"
+/* The forms in which rows travel. */
+#include "../forms.h"
 #include "../table.h"
-#include "lanes.h"
+#include "stored.h"
 
-/* ---- rms_norm ---- */
+typedef int8_t v8c __attribute__((vector_size(LANES)));
 
-static float mean_square(const float *x, long size) {
-    vf sum[4] = {{0}};
-    long i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES)
-        for (int n = 0; n < 4; n++) {
-            vf value = vf_load(x + i + n * LANES);
-            sum[n] = vf_fma(value, value, sum[n]);
-        }
-    float rest = 0;
-    for (; i < size; i++) rest += x[i] * x[i];
-    return (vf_sum((sum[0] + sum[1]) + (sum[2] + sum[3])) + rest) / (float)size;
-}
-
-static void rms_row(const float *x, const float *weight, float eps, long size, float *out) {
-    float factor = 1.0f / sqrtf(mean_square(x, size) + eps);
-    if (weight)
-        for (long i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
-    else
-        for (long i = 0; i < size; i++) out[i] = x[i] * factor;
-}
-
-static void rms_task(void *context, long index, int thread) {
-    (void)thread;
-    const struct rms_norm *norm = context;
-    long first = index * norm->group, last = first + norm->group;
-    for (long row = first; row < last && row < norm->rows; row++) {
-        const char *x = norm->x;
-        long rest = row;
-        for (int axis = norm->axes - 1; axis >= 0; axis--) {
-            x += rest % norm->shape[axis] * norm->stride[axis];
-            rest /= norm->shape[axis];
-        }
-        rms_row((const float *)x, norm->weight, norm->eps, norm->size,
-                norm->out + row * norm->size);
-    }
-}
-
-/* ---- rope ---- */
-
-typedef double vd __attribute__((vector_size(8 * LANES)));
-typedef int64_t vl __attribute__((vector_size(8 * LANES)));
-
-/* Sine and cosine, to float32's rounding for angles to a million times a million. */
-INLINE void sine_cosine(vf angle, float *sine, float *cosine) {
-    const double magic = 6755399441055744.0;   /* 1.5 * 2^52 */
-    vd x = __builtin_convertvector(angle, vd);
-    vd turns = x * 0.6366197723675814 + magic;
-    vi quarter = __builtin_convertvector((vl)turns & 3, vi);
-    turns -= magic;
-    /* A quarter turn in two parts; the first has 33 bits, so that its product is exact. */
-    vf r = __builtin_convertvector((x - turns * 1.5707963267341256) - turns * 6.077100506506192e-11,
-                                   vf);
-    vf square = r * r;
-    vf s = vf_fma(square, vf_all(2.7557319e-6f), vf_all(-1.9841270e-4f));
-    s = vf_fma(square, s, vf_all(8.3333333e-3f));
-    s = vf_fma(square, s, vf_all(-0.16666667f));
-    s = vf_fma(square * r, s, r);
-    vf c = vf_fma(square, vf_all(-2.7557319e-7f), vf_all(2.4801587e-5f));
-    c = vf_fma(square, c, vf_all(-1.3888889e-3f));
-    c = vf_fma(square, c, vf_all(4.1666667e-2f));
-    c = vf_fma(square, c, vf_all(-0.5f));
-    c = vf_fma(square, c, vf_all(1.0f));
-    vi odd = (quarter & 1) != 0;
-    vi sine_sign = (quarter & 2) << 30, cosine_sign = ((quarter + 1) & 2) << 30;
-    vf_store(sine, (vf)((vi)vf_select(odd, c, s) ^ sine_sign));
-    vf_store(cosine, (vf)((vi)vf_select(odd, s, c) ^ cosine_sign));
-}
-
-/* Pair i is at `step` * i and `apart` from there. */
-INLINE void turn_pairs(const float *x, const float *sine, const float *cosine, long half, long step,
-                       long apart, float *out) {
-    for (long i = 0; i < half; i++) {
-        float a = x[step * i], b = x[step * i + apart];
-        out[step * i] = a * cosine[i] - b * sine[i];
-        out[step * i + apart] = a * sine[i] + b * cosine[i];
-    }
-}
-
-static void turn_row(const struct rope *rope, const float *x, const float *sine,
-                     const float *cosine, float *out) {
-    long half = rope->half, i = 0;
-    if (rope->traditional) {
-        turn_pairs(x, sine, cosine, half, 2, 1, out);
-    } else {
-        for (; i + LANES <= half; i += LANES) {
-            vf a = vf_load(x + i), b = vf_load(x + half + i);
-            vf s = vf_load(sine + i), c = vf_load(cosine + i);
-            vf_store(out + i, a * c - b * s);
-            vf_store(out + half + i, a * s + b * c);
-        }
-        turn_pairs(x + i, sine + i, cosine + i, half - i, 1, half, out + i);
-    }
-    if (out != x)
-        memcpy(out + 2 * half, x + 2 * half, (size_t)(rope->size - 2 * half) * sizeof *x);
-}
-
-/* One position of one batch: all its heads. */
-static void rope_task(void *context, long index, int thread) {
-    const struct rope *rope = context;
-    long batch = index / rope->length, at = index % rope->length;
-    float *sine = rope->scratch + (long)thread * 2 * rope->padded, *cosine = sine + rope->padded;
-    float position = (float)at + (float)rope->offsets[rope->one_offset ? 0 : batch];
-    position *= rope->scale;
-    for (long i = 0; i < rope->padded; i += LANES)
-        sine_cosine(vf_load(rope->inverse + i) * position, sine + i, cosine + i);
-    long heads = rope->outer * rope->inner;
-    for (long head = 0; head < heads; head++) {
-        const char *x = rope->x + batch * rope->stride[0] + head / rope->inner * rope->stride[1] +
-                        head % rope->inner * rope->stride[2] + at * rope->stride[3];
-        turn_row(rope, (const float *)x, sine, cosine,
-                 rope->out + ((batch * heads + head) * rope->length + at) * rope->size);
-    }
-}
-
-/* ---- the forms in which rows travel ---- */
-
-INLINE vi none_is(vu bits, vu exponent) { return (bits & exponent) == exponent; }
+/* Infinities and NaNs have all bits of the exponent. */
+INLINE vi not_finite(vu bits, uint32_t exponent) { return (bits & exponent) == exponent; }
 
 static int all_clear(vi bad) {
     int32_t lane[LANES], any = 0;
@@ -138,12 +23,8 @@ INLINE vu to_bf16(vu bits) {
 }
 
 INLINE vh to_f16(vf x) {
-#if LANES == 16
-    return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__F16C__)
+#if defined(__F16C__)
     return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__aarch64__)
-    return (vh)vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x));
 #else
     vu sign = (vu)x >> 16 & 0x8000, size = (vu)x & 0x7fffffff;
     vu normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
@@ -168,7 +49,7 @@ static float scale_of(const uint8_t *scales, long block, uint16_t *bits) {
 static int encode_int8_block(const float *x, uint8_t *values, uint8_t *scale) {
     vu most = {0};
     for (int i = 0; i < ROW_BLOCK; i += LANES) {
-        vu size = (vu)vf_load(x + i) & 0x7fffffff;
+        vu size = (vu)load(x + i) & 0x7fffffff;
         vu over = (vu)(size > most);
         most = (over & size) | (~over & most);
     }
@@ -191,8 +72,8 @@ static int encode_int8_block(const float *x, uint8_t *values, uint8_t *scale) {
     float inverse = 1.0f / scale_of(scale, 0, &bits);
     for (int i = 0; i < ROW_BLOCK; i += LANES) {
         /* 1.5 * 2^23: the sum has the rounded product in its low bits. */
-        vi rounded = (vi)(vf_load(x + i) * inverse + 12582912.0f) - 0x4b400000;
-        vb narrow = __builtin_convertvector(__builtin_convertvector(rounded, vh), vb);
+        vi rounded = (vi)(load(x + i) * inverse + 12582912.0f) - 0x4b400000;
+        v8c narrow = __builtin_convertvector(__builtin_convertvector(rounded, vh), v8c);
         memcpy(values + i, &narrow, sizeof narrow);
     }
     return 1;
@@ -200,10 +81,10 @@ static int encode_int8_block(const float *x, uint8_t *values, uint8_t *scale) {
 
 /* LANES values from i on. */
 INLINE vf form_load(const uint8_t *values, float scale, long i, int form) {
-    if (form == ROW_F32) return vf_stored(values, i, STORED_F32);
-    if (form == ROW_BF16) return vf_stored(values, i, STORED_BF16);
-    if (form == ROW_F16) return vf_stored(values, i, STORED_F16);
-    vb narrow;
+    if (form == ROW_F32) return load_stored(values, i, STORED_F32);
+    if (form == ROW_BF16) return load_stored(values, i, STORED_BF16);
+    if (form == ROW_F16) return load_stored(values, i, STORED_F16);
+    v8c narrow;
     memcpy(&narrow, values + i, sizeof narrow);
     return __builtin_convertvector(__builtin_convertvector(narrow, vi), vf) * scale;
 }
@@ -211,12 +92,12 @@ INLINE vf form_load(const uint8_t *values, float scale, long i, int form) {
 INLINE vi form_store(vf x, uint8_t *values, long i, int form) {
     if (form == ROW_F32) {
         memcpy(values + 4 * i, &x, sizeof x);
-        return none_is((vu)x, vu_all(0x7f800000));
+        return not_finite((vu)x, 0x7f800000);
     }
     vh half = form == ROW_BF16 ? __builtin_convertvector(to_bf16((vu)x), vh) : to_f16(x);
     memcpy(values + 2 * i, &half, sizeof half);
     vu bits = __builtin_convertvector(half, vu);
-    return none_is(bits, vu_all(form == ROW_BF16 ? 0x7f80 : 0x7c00));
+    return not_finite(bits, form == ROW_BF16 ? 0x7f80 : 0x7c00);
 }
 
 static long bytes_of(int form) { return form == ROW_F32 ? 4 : form == ROW_INT8 ? 1 : 2; }
@@ -228,7 +109,7 @@ INLINE int encode_whole(const float *x, long size, uint8_t *values, uint8_t *sca
         for (long i = 0; i < size; i += ROW_BLOCK)
             fine &= encode_int8_block(x + i, values + i, scales + i / ROW_BLOCK * 2);
     else
-        for (long i = 0; i < size; i += LANES) bad |= form_store(vf_load(x + i), values, i, form);
+        for (long i = 0; i < size; i += LANES) bad |= form_store(load(x + i), values, i, form);
     return fine && all_clear(bad);
 }
 
@@ -258,9 +139,9 @@ INLINE int decode_whole(const uint8_t *values, const uint8_t *scales, long size,
         if (form == ROW_INT8 && what == CHECK) continue;
         for (long i = block * ROW_BLOCK; i < (block + 1) * ROW_BLOCK; i += LANES) {
             vf x = form_load(values, scale, i, form);
-            if (form != ROW_INT8) bad |= none_is((vu)x, vu_all(0x7f800000));
-            if (what == STORE) vf_store(out + i, x);
-            if (what == ADD) vf_store(out + i, vf_load(out + i) + x);
+            if (form != ROW_INT8) bad |= not_finite((vu)x, 0x7f800000);
+            if (what == STORE) store(out + i, x);
+            if (what == ADD) store(out + i, load(out + i) + x);
         }
     }
     return fine && all_clear(bad);
@@ -299,8 +180,9 @@ FORM(f16, ROW_F16)
 FORM(int8, ROW_INT8)
 #define FUNCTIONS(name) {encode_##name, decode_##name, finite_##name, add_##name}
 
-const struct row_tasks ISA(row_tasks) = {
-    .rms_norm = rms_task,
-    .rope = rope_task,
-    .form = {FUNCTIONS(f32), FUNCTIONS(bf16), FUNCTIONS(f16), FUNCTIONS(int8)},
+const struct row_form ISA(row_forms)[ROW_FORMS] = {
+    FUNCTIONS(f32),
+    FUNCTIONS(bf16),
+    FUNCTIONS(f16),
+    FUNCTIONS(int8),
 };
