@@ -135,7 +135,8 @@ def _update_and_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, keys, values)
         begin, end = self.offset, self.offset + keys.shape[2]
         new = evaluated(keys, values.astype(mx.float32))
-        stored = "f32" if precise else "f16"
+        # A single head is mostly a latent one, which families multiply with more than queries.
+        stored = "f32" if precise or keys.shape[1] == 1 else "f16"
         self.keys = _written(self.keys, new[0], begin, stored)
         self.values = _written(self.values, new[1], begin, stored)
         self.offset = end
@@ -174,12 +175,8 @@ def _room(
     """
     batch, heads, count, size = new
     tokens = -(-max(begin + count, begin + begin // 4) // STEP) * STEP
-    array = mx.zeros(
-        (batch, heads, tokens, size), mx.float16 if dtype == np.float16 else mx.float32
-    )
-    mx.eval(array)
-    made = HostArray(array)
-    made.host = room = np.asarray(array)
+    made = HostArray(np.zeros((batch, heads, tokens, size), dtype))
+    made.host = room = np.asarray(made)
     if held is not None:
         room[:, :, :begin] = evaluated(held[:, :, :begin])[0]
     return made, room
