@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from expert_network.backend import Backend
 from expert_network.errors import NotOwned
 from expert_network.experts import upcast
-from expert_network.experts.device_backend import DeviceLayer, widen
+from expert_network.experts.device_backend import DeviceLayer
 from expert_network.experts.layers import EXACT, SUM, Layer, MlxLayer
 from expert_network.experts.mlx_backend import ResidentLayer
 from expert_network.experts.native_backend import NativeLayer
@@ -83,11 +83,8 @@ def _mlx_layers(
 ) -> Sequence[MlxLayer]:
     if backend.name == "mlx-cpu":
         return [MlxLayer(layer, dtype) for layer in layers]
-    if backend.name == "mlx-cuda":
-        for layer in layers:
-            widen(layer.switch, layer.spec.experts)
-    transfer = transfer_for(backend.name)
-    return [DeviceLayer(layer, dtype, transfer) for layer in layers]
+    transfer, wide = transfer_for(backend.name), backend.name == "mlx-cuda"
+    return [DeviceLayer(layer, dtype, transfer, wide) for layer in layers]
 
 
 class Partition:

@@ -9,10 +9,10 @@ import pytest
 
 from expert_network.backend import detect
 from expert_network.experts import device_backend, upcast
-from expert_network.experts.device_backend import SORTED, DeviceLayer, WideSwitchLinear, widen
+from expert_network.experts.device_backend import SORTED, DeviceLayer, WideSwitchLinear, widened
 from expert_network.experts.layers import EXACT, SUM, MlxLayer
 from expert_network.transfer import Transfer, transfer_for
-from tests.support.switches import EXPERTS, HIDDEN, KINDS, Kind, array, resident, rows, switch_of
+from tests.support.switches import EXPERTS, HIDDEN, KINDS, Kind, array, resident, switch_of
 
 HELD = [1, 2, 5, 6, 7, 11]
 BACKEND = detect("mlx")
@@ -125,21 +125,35 @@ def test_one_wait_for_each_dispatch() -> None:
 
 
 def test_wide_projections_agree() -> None:
-    """With weights cast for many rows, sorted rows come out as they do with quantized ones."""
-    narrow, wide = switch_of(AFFINE), switch_of(AFFINE)
-    widen(wide, EXPERTS)
-    assert isinstance(wide.up_proj, WideSwitchLinear)
+    """With weights cast for many rows, sums come out as they do with quantized ones."""
     if CPU:
         pytest.skip("MLX multiplies half-precision experts on a GPU only")
-    ids = mx.array(np.random.default_rng(0).integers(0, EXPERTS, (40, 3)).astype(np.uint32))
-    x = rows(40).astype(mx.bfloat16)
-    ours, theirs = array(wide(x, ids)), array(narrow(x, ids))
+    narrow, asked = layer(AFFINE), dispatch([4, 1, 3] * 20)
+    held = resident(AFFINE, HELD, in_place=False)
+    wide = DeviceLayer(held, mx.bfloat16, Transfer(), wide=True)
+    assert wide._wide is not None
+    ours, theirs = wide.compute(SUM, **asked), narrow.compute(SUM, **asked)
     assert np.linalg.norm(ours - theirs) < 0.01 * np.linalg.norm(theirs)
+
+
+def test_wide_modules_share_their_arrays() -> None:
+    """A module that casts weights keeps none of its own, and leaves the other one as it is."""
+    switch = switch_of(AFFINE)
+    wide: Any = widened(switch, EXPERTS)
+    assert type(wide) is type(switch)
+    assert isinstance(wide.up_proj, WideSwitchLinear)
+    assert not isinstance(switch.up_proj, WideSwitchLinear)
+    assert wide.up_proj.weight is switch.up_proj.weight
+    assert wide.activation is switch.activation
+
+
+@pytest.mark.parametrize("kind", [Kind("plain", mx.bfloat16), KINDS[-4]], ids=lambda k: k.name)
+def test_what_is_not_cast(kind: Kind) -> None:
+    """Weights that are not quantized, or that have one more scale, stay as they are."""
+    assert widened(switch_of(kind), EXPERTS) is None
 
 
 def test_large_projections_stay_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where cast weights would take too much memory, the quantized ones are used as they lie."""
     monkeypatch.setattr(device_backend, "WIDE_BYTES", 1000)
-    switch = switch_of(AFFINE)
-    widen(switch, EXPERTS)
-    assert not isinstance(switch.up_proj, WideSwitchLinear)
+    assert widened(switch_of(AFFINE), EXPERTS) is None
