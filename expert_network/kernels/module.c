@@ -68,6 +68,7 @@ static PyMethodDef *const tables[] = {
     attention_methods,
     norms_methods,
     forms_methods,
+    checksum_methods,
 };
 
 static int fill(PyObject *module) {

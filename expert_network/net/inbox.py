@@ -62,14 +62,17 @@ class Inbox(Generic[E]):
 
         Raises RemoteProtocolError.
         """
-        receiver, at = self._receiver, self._at
+        at, end = self._at, self._end
+        if at == end:
+            return None
+        receiver, memory = self._receiver, self._memory
         if at % _ALIGNED and not self._inside:
             self._settle()
-            at = 0
-        while (end := at + (needs := receiver.needs)) <= self._end and needs:
-            event = receiver.feed(self._memory[at:end])
+            at, end = 0, self._end
+        while (needs := receiver.needs) and at + needs <= end:
+            event = receiver.feed(memory[at : at + needs])
+            self._at = at = at + needs
             self.taken += needs
-            self._at = at = end
             if event is not None:
                 self._inside = False
                 return event

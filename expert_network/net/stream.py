@@ -136,19 +136,18 @@ class FrameStream(Generic[E]):
         self._last = monotonic()
         return event
 
-    def push(self, buffers: Sequence[Buffer]) -> bool:
-        """Hand one frame to the kernel as far as it takes it now; True if that was all.
+    def push(self, buffers: Sequence[Buffer]) -> int:
+        """Hand one frame to the kernel as far as it takes it now; its size in bytes.
 
-        Its memory must not change until `push_on` is True. Raises NodeClosed.
+        Its memory must not change while the stream is `pushing`. Raises NodeClosed.
         """
-        self._usable()
-        if self._unsent:
-            self._unsent += _after(0, buffers)
-            return self.push_on()
-        sent = self._send_now(buffers)
-        if sent != _size(buffers):
-            self._unsent = _after(sent, buffers)
-        return not self._unsent
+        if self._closed:
+            self._usable()
+        size = _size(buffers)
+        sent = 0 if self._unsent else self._send_now(buffers)
+        if sent != size:
+            self._unsent += _after(sent, buffers)
+        return size
 
     def push_on(self) -> bool:
         """Hand over more of what was pushed; True if nothing is left. Raises NodeClosed."""
@@ -167,7 +166,8 @@ class FrameStream(Generic[E]):
 
         Raises NodeClosed at the end of the stream.
         """
-        self._usable()
+        if self._closed:
+            self._usable()
         try:
             self._take()
         except BaseException as error:
@@ -194,10 +194,13 @@ class FrameStream(Generic[E]):
         What had come when somebody `looked` came in time, however late that was: there is LATE_LOOK
         to take it.
         """
-        due, large = max(self._last + silence, looked + LATE_LOOK), self._inbox.large
+        due = max(self._last + silence, looked + LATE_LOOK)
+        if not self._inbox.begun:
+            return due
+        large = self._inbox.large
         if large:
             due = min(due + large / SLOWEST, max(due, self._came_at + silence))
-        if frame is not None and self._inbox.begun:
+        if frame is not None:
             due = min(due, self._begun_at + frame + large / SLOWEST)
         return due
 
@@ -312,11 +315,9 @@ class FrameStream(Generic[E]):
 
     def _await(self, silence: float, frame: float | None) -> E:
         """Read until there is an event."""
-        looked = monotonic()
-        while True:
-            if not self._connection.needs:
-                raise LocalProtocolError(f"the link to {self.peer} has ended and was read again")
-            left = self.late_at(silence, looked, frame) - monotonic()
+        now = looked = monotonic()
+        while self._connection.needs:
+            left = self.late_at(silence, looked, frame) - now
             if left <= 0:
                 raise self._silent(silence)
             self._wait_at_most(left, silence)
@@ -324,6 +325,8 @@ class FrameStream(Generic[E]):
                 event = self._inbox.next()
                 if event is not None:
                     return event
+            now = monotonic()
+        raise LocalProtocolError(f"the link to {self.peer} has ended and was read again")
 
     def _take(self) -> bool:
         """Read what there is; False if nothing came before the kernel's timeout."""
@@ -414,7 +417,10 @@ class FrameStream(Generic[E]):
 
 
 def _size(buffers: Sequence[Buffer]) -> int:
-    return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in buffers)
+    size = 0
+    for part in buffers:
+        size += part.nbytes if type(part) is memoryview else len(part)
+    return size
 
 
 def _after(sent: int, buffers: Sequence[Buffer]) -> list[memoryview]:

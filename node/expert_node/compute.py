@@ -116,7 +116,8 @@ class Computer:
             return ErrorReply(ErrorCode.INTERNAL, message)
 
     def _refusal(self, dispatch: Dispatch) -> ErrorReply | None:
-        if not self._held[dispatch.layer][dispatch.ids].all():
+        held = self._held[dispatch.layer][dispatch.ids]
+        if np.count_nonzero(held) != len(held):
             return self._not_owned(dispatch)
         if dispatch.mode is ReplyMode.EXACT and dispatch.dtype is not self._exact:
             message = (

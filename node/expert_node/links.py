@@ -22,6 +22,7 @@ from expert_network.errors import (
     NodeTimeout,
     RemoteProtocolError,
 )
+from expert_network.net.checksum import crc32
 from expert_network.net.stream import Buffer, FrameStream
 from expert_node.compute import Computer
 from expert_node.metrics import Counters
@@ -201,7 +202,7 @@ class Link:
 
     def __init__(self, links: Links, sock: socket.socket, peer: str, busy: bool) -> None:
         self._links, self._limits, self._peer, self._busy = links, links.limits, peer, busy
-        self._connection = NodeConnection(links.hidden)
+        self._connection = NodeConnection(links.hidden, crc32)
         self.stream: FrameStream[NodeEvent] = FrameStream(
             sock, self._connection, peer, linger=self._limits.linger
         )

@@ -172,8 +172,10 @@ def test_what_the_kernel_does_not_take_is_pushed_on(wide: Pair) -> None:
     """`push` never waits: what is left goes when there is room, each byte once and in order."""
     there: FrameStream[NodeEvent] = FrameStream(wide.peer, wide.node, "driver")
     big, small = dispatch((1,) * 500, width=4096, dtype=WireDType.F32), dispatch(width=4096)
-    assert not wide.stream.push(wide.driver.dispatch(big))
-    assert not wide.stream.push(wide.driver.dispatch(small)) and wide.stream.pushing
+    for asked in (big, small):
+        frame = wide.driver.dispatch(asked)
+        assert wide.stream.push(frame) == sum(memoryview(part).nbytes for part in frame)
+        assert wide.stream.pushing
     got: list[Any] = []
 
     def serve() -> None:

@@ -28,9 +28,12 @@ from expert_protocol.frames import (
     Welcome,
     Working,
 )
+from expert_protocol.header import MAGIC, VERSION
 from tests.support.links import DriverLink
 from tests.support.wire import DIGEST, dispatch, hello, hidden, reply_to, welcome
 
+#: How a frame of this version starts.
+OURS = MAGIC + bytes([VERSION])
 #: Far apart, so that a busy machine does not confuse them. Seconds.
 LIMITS = Limits(links=2, refusals=1, linger=5.0)
 
@@ -362,8 +365,8 @@ def test_no_link_begins_while_draining() -> None:
     [
         (b"GET / HTTP/1.1\r\nHost: aaaaaaaaaaaa\r\n", ErrorCode.PROTOCOL),
         (b"EXPN\x07\x01" + bytes(26), ErrorCode.VERSION),
-        (b"EXPN\x01\x63" + bytes(26), ErrorCode.PROTOCOL),
-        (b"EXPN\x01\x01" + bytes(18) + b"\xff\xff\xff\xff" + bytes(4), ErrorCode.TOO_LARGE),
+        (OURS + b"\x63" + bytes(26), ErrorCode.PROTOCOL),
+        (OURS + b"\x01" + bytes(18) + b"\xff\xff\xff\xff" + bytes(4), ErrorCode.TOO_LARGE),
     ],
 )
 def test_nonsense_is_refused(frame: bytes, code: ErrorCode) -> None:

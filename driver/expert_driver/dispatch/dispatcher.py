@@ -112,13 +112,14 @@ class NetworkExperts:
         network = self._network
         rows, experts, scores = _evaluated(self._transfer, x, set(dtypes), ids, weights)
         evaluated_at = perf_counter()
-        epoch = network.agreement.roster.epoch
-        call = Call(layer, epoch, mode, rows, experts.astype(np.uint16), scores, self.precise)
-        shares = split(network.agreement.chosen[layer][experts], len(network.links))
+        agreement, links = network.agreement, network.links
+        epoch, k = agreement.roster.epoch, experts.shape[1]
+        call = Call(layer, epoch, mode, rows, k, self.precise)
+        shares = split(agreement.chosen[layer][experts], len(links), experts, scores)
         jobs = [
             Job(link, call, dtype, parts(share, link, call, dtype), figures)
             for link, dtype, figures, share in zip(
-                network.links, dtypes, network.figures.nodes, shares, strict=True
+                links, dtypes, network.figures.nodes, shares, strict=True
             )
             if share is not None
         ]
@@ -129,27 +130,27 @@ class NetworkExperts:
         def wait() -> None:
             network.exchange.wait(gathering)
             network.used()
-            _report(network, call, gathering, entered, evaluated_at, sent)
+            _report(network, gathering, len(experts), entered, evaluated_at, sent)
 
         return wait
 
 
 def _report(
     network: Network,
-    call: Call,
     gathering: Gathering,
+    count: int,
     entered: float,
     evaluated_at: float,
     sent: float,
 ) -> None:
     done = perf_counter()
-    count, jobs = len(call.ids), gathering.jobs
+    jobs = gathering.jobs
     traffic = sum(job.out_bytes + job.in_bytes for job in jobs)
     network.figures.count(count, done - evaluated_at, traffic)
     if network.observer is not None:
         nodes = tuple(job.times for job in jobs)
         times = (entered, evaluated_at, sent, done)
-        network.observer(DispatchTimes(call.layer, count, *times, nodes))
+        network.observer(DispatchTimes(jobs[0].call.layer, count, *times, nodes))
 
 
 def _evaluated(

@@ -9,19 +9,11 @@ from __future__ import annotations
 import select
 from collections import deque
 from copy import copy
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from expert_driver.dispatch.gathering import Gathering, Job
 from expert_driver.dispatch.links import Link
-from expert_driver.dispatch.routing import Share
-from expert_network.errors import (
-    Cancelled,
-    ExpertNetworkError,
-    NodeError,
-    NodeRefused,
-    NodeTimeout,
-)
+from expert_network.errors import Cancelled, ExpertNetworkError, NodeError, NodeTimeout
 from expert_network.net.stream import LATE_LOOK, SLOWEST
 from expert_protocol.frames import Reply
 
@@ -31,56 +23,36 @@ GRACE_S = 0.5  # for the others to reply once a node has failed, so that the err
 WINDOW = 4  # parts of one link under way: one is computed while the next one travels
 PUSH_S = 0.01  # without a byte taken, until what a node has no room for is left for later
 
-_IN, _IN_OUT = select.POLLIN, select.POLLIN | select.POLLOUT
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """One dispatch. `size` is that of its frame, 0 before it was pushed."""
-
-    job: Job
-    share: Share
-    size: int = 0
-
-
-class _Lane:
-    """One link's queue. since: when, by monotonic(), the oldest part began to be the oldest."""
-
-    __slots__ = ("descriptor", "link", "owed", "since", "taken", "waiting")
-
-    def __init__(self, link: Link) -> None:
-        self.link, self.descriptor = link, link.fileno()
-        self.owed: deque[_Part] = deque()
-        self.waiting: deque[_Part] = deque()
-        self.taken, self.since = link.bytes_taken, 0.0
+_IN, _OUT = select.POLLIN, select.POLLOUT
 
 
 class Exchange:
     """The dispatches under way. Used by one thread.
 
-    When a link fails, every gathering that is owed something on it fails.
+    When a link fails, every gathering that is owed something on it fails. `lost`: whether one has
+    failed or was closed here; who opens it anew takes that back.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, _Lane] = {}  # by descriptor
+        self._links: dict[int, Link] = {}  # by descriptor
         self._poll = select.poll()
-        self._pushing: set[_Lane] = set()
+        self._pushing: set[Link] = set()
         #: When deadlines are looked at next, and when what had come was last looked at anew.
-        self._check_at, self._looked = float("inf"), 0.0
-
-    def busy(self, link: Link) -> bool:
-        """Whether something is under way on `link`."""
-        lane = self._lanes.get(link.fileno())
-        return lane is not None and lane.link is link and bool(lane.owed)
+        self._check_at = self._looked = 0.0
+        self.lost = False
 
     def ask(self, gathering: Gathering) -> None:
         """Send all jobs, as far as the nodes have room for them."""
         try:
             for job in gathering.jobs:
-                lane = self._lane(job.link)
-                lane.waiting.extend([_Part(job, share) for share in job.parts])
-                self._try(lane)
-            self._push_all()
+                link = job.link
+                if self._links.get(link.descriptor) is not link:
+                    self._add(link)
+                for share in job.parts:
+                    link.waiting.append((job, share))
+                self._send_some(link)
+            if self._pushing:
+                self._push_all()
         except BaseException:
             self.abandon()
             raise
@@ -95,9 +67,10 @@ class Exchange:
             # What has come by now came in time, however late we look: there is time to take it.
             self._looked = monotonic()
             self._check_at = self._looked + LATE_LOOK
-            while gathering.owing and monotonic() < gathering.over_at:
+            while gathering.owing and (not gathering.failed or monotonic() < gathering.over_at):
                 self._step()
-            self._push_all()
+            if self._pushing:
+                self._push_all()
         except BaseException:
             self.abandon()
             raise
@@ -107,10 +80,10 @@ class Exchange:
 
     def abandon(self) -> None:
         """Close every link on which something is owed."""
-        for lane in list(self._lanes.values()):
-            if lane.owed or lane.waiting:
-                lane.link.close()
-                self._fail(lane, Cancelled("the dispatch was given up"))
+        for link in list(self._links.values()):
+            if link.owed or link.waiting:
+                link.close()
+                self._fail(link, Cancelled("the dispatch was given up"))
 
     # One turn
 
@@ -118,155 +91,160 @@ class Exchange:
         left = self._check_at - monotonic()
         # Rounded up: poll counts whole milliseconds, and 0 would spin until the deadline.
         for descriptor, events in self._poll.poll(max(0, int(left * 1000) + 1)):
-            lane = self._lanes.get(descriptor)
-            if lane is not None:
-                self._try(lane, events)
+            link = self._links.get(descriptor)
+            if link is None:
+                continue
+            if link.closed:  # by who looked at it while nothing was under way
+                self._forget(link)
+                continue
+            if events & _OUT:
+                self._push_on(link)
+            if events & ~_OUT and not link.closed:
+                self._read(link)
         if monotonic() >= self._check_at:
             self._check()
 
-    def _try(self, lane: _Lane, events: int = 0) -> None:
-        """Do what `events` let, then send what waits and has room."""
-        if lane.link.closed:  # by who looked at it while nothing was under way
-            self._forget(lane)
-            return
+    def _read(self, link: Link) -> None:
         try:
-            if events & select.POLLOUT and lane.link.push_on():
-                self._poll.modify(lane.descriptor, _IN)
-                self._pushing.discard(lane)
-            if events & ~select.POLLOUT:
-                lane.link.pull()
-                self._take(lane)
-            if lane.waiting:
-                self._send(lane)
+            link.stream.pull()
         except NodeError as error:
-            self._fail(lane, error)
+            self._fail(link, error)
+            return
+        while self._take(link):
+            pass
 
-    def _take(self, lane: _Lane) -> None:
-        """Take all events that are here."""
-        link = lane.link
-        while True:
-            try:
-                event = link.next()
-            except NodeRefused as error:
-                self._fail(lane, error)
-                if link.closed:
-                    return
-                continue
-            if event is None:
-                return
-            if type(event) is Reply:
-                self._answered(lane, event)
+    def _take(self, link: Link) -> bool:
+        """Take the events that are here; True if there may be more behind a refusal."""
+        try:
+            while (event := link.next()) is not None:
+                if type(event) is Reply:
+                    self._answered(link, event)
+        except NodeError as error:
+            self._fail(link, error)
+            return not link.closed
+        if link.waiting:
+            self._send_some(link)
+        return False
 
-    def _answered(self, lane: _Lane, reply: Reply) -> None:
-        part, taken = lane.owed[0], lane.link.bytes_taken
-        job = part.job
-        job.gathering.take(job, part.share, reply)
-        job.count(part.share, reply, part.size, taken - lane.taken)
-        lane.owed.popleft()
-        lane.taken, lane.since = taken, monotonic()
+    def _answered(self, link: Link, reply: Reply) -> None:
+        job, share, size = link.owed[0]
+        job.gathering.take(job, share, reply)
+        taken = link.stream.bytes_taken
+        job.count(share, reply, size, taken - link.taken)
+        link.taken, link.since = taken, monotonic()
+        link.owed.popleft()
 
-    def _send(self, lane: _Lane) -> None:
-        link = lane.link
-        while lane.waiting and len(lane.owed) < WINDOW:
-            part = lane.waiting.popleft()
-            if not lane.owed:
-                lane.since = monotonic()
-                self._look_again(lane.since + SILENCE_S)
-            lane.owed.append(part)
-            job = part.job
-            part.size = link.push(job.call.dispatch(part.share, job.dtype))
-            if not job.sent:
-                job.sent = perf_counter()
-        if link.pushing:
-            self._poll.modify(lane.descriptor, _IN_OUT)
-            self._pushing.add(lane)
+    def _send_some(self, link: Link) -> None:
+        """Send what waits and has room in the window."""
+        waiting, owed = link.waiting, link.owed
+        try:
+            while waiting and len(owed) < WINDOW:
+                job, share = waiting.popleft()
+                if not owed:
+                    link.since = monotonic()
+                owed.append((job, share, 0))
+                size = link.push(job.call.dispatch(share, job.dtype))
+                owed[-1] = job, share, size
+                if not job.sent:
+                    job.sent = perf_counter()
+        except NodeError as error:
+            self._fail(link, error)
+            return
+        if link.stream.pushing:
+            self._poll.modify(link.descriptor, _IN | _OUT)
+            self._pushing.add(link)
+
+    def _push_on(self, link: Link) -> None:
+        try:
+            if link.stream.push_on():
+                self._poll.modify(link.descriptor, _IN)
+                self._pushing.discard(link)
+        except NodeError as error:
+            self._fail(link, error)
 
     def _push_all(self) -> None:
         """Until the nodes have all that they have nothing before, or take nothing more."""
-        while any(len(lane.owed) == 1 for lane in self._pushing):
+        while any(len(link.owed) == 1 for link in self._pushing):
             before = self._pushed()
-            self._look_again(monotonic() + PUSH_S)
+            self._check_at = monotonic() + PUSH_S
             self._step()
             if self._pushed() == before:
                 return
 
     def _pushed(self) -> int:
-        return sum(lane.link.traffic[0] for lane in self._pushing)
+        return sum(link.stream.bytes_sent for link in self._pushing)
 
     # Deadlines
 
-    def _look_again(self, at: float) -> None:
-        self._check_at = min(self._check_at, at)
-
     def _check(self) -> None:
         """Fail the links that are late, and set the time of the next look."""
-        now, at = monotonic(), float("inf")
-        for lane in list(self._lanes.values()):
-            if lane.owed:
-                due = self._due(lane)
-                if now >= due:
-                    lane.link.close()
-                    self._fail(lane, self._late(lane, now))
-                else:
-                    at = min(at, due)
-        for lane in self._lanes.values():
-            for part in lane.owed:
-                if part.job.gathering.over_at > now:
-                    at = min(at, part.job.gathering.over_at)
+        now = monotonic()
+        at = now + SILENCE_S
+        for link in list(self._links.values()):
+            if not link.owed:
+                continue
+            due = self._due(link)
+            if now >= due:
+                link.close()
+                self._fail(link, self._late(link, now))
+                continue
+            over = [job.gathering.over_at for job, _, _ in link.owed]
+            at = min(at, due, *(over_at for over_at in over if over_at > now))
         self._check_at = at
 
-    def _due(self, lane: _Lane) -> float:
-        due = min(lane.link.late_at(SILENCE_S, self._looked), lane.since + LIMIT_S)
-        if lane.link.pushing and len(lane.owed) == 1:
-            due = min(due, lane.since + SILENCE_S + lane.owed[0].size / SLOWEST)
+    def _due(self, link: Link) -> float:
+        due = min(link.stream.late_at(SILENCE_S, self._looked), link.since + LIMIT_S)
+        if link.stream.pushing and len(link.owed) == 1:
+            due = min(due, link.since + SILENCE_S + link.owed[0][2] / SLOWEST)
         return due
 
-    def _late(self, lane: _Lane, now: float) -> NodeTimeout:
-        name = lane.link.name
-        if now >= lane.since + LIMIT_S:
+    def _late(self, link: Link, now: float) -> NodeTimeout:
+        if now >= link.since + LIMIT_S:
             problem = f"has worked on one dispatch for {LIMIT_S:g} s"
-            return NodeTimeout(name, problem, "see what keeps it busy")
+            return NodeTimeout(link.name, problem, "see what keeps it busy")
         problem = f"has sent nothing for {SILENCE_S:g} s"
-        return NodeTimeout(name, problem, "see whether it and its network are up")
+        return NodeTimeout(link.name, problem, "see whether it and its network are up")
 
     # Failures
 
-    def _fail(self, lane: _Lane, error: ExpertNetworkError) -> None:
+    def _fail(self, link: Link, error: ExpertNetworkError) -> None:
         """What `error` ends: everything on the link if it is closed, else the oldest part's job."""
-        over_at = monotonic() + GRACE_S
-        if lane.link.closed:
-            lost = [*lane.owed, *lane.waiting]
-            self._forget(lane)
+        if link.closed:
+            lost = _jobs(link)
+            self._forget(link)
         else:
-            lost = [lane.owed.popleft()] if lane.owed else []
-            refused = {part.job for part in lost}
-            lane.waiting = deque(part for part in lane.waiting if part.job not in refused)
-            lane.since, lane.taken = monotonic(), lane.link.bytes_taken
-        for part in lost:
-            part.job.gathering.fail(part.job, error, over_at)
-        self._look_again(over_at)
+            lost = [link.owed.popleft()[0]] if link.owed else []
+            link.waiting = deque(part for part in link.waiting if part[0] not in lost)
+            link.since, link.taken = monotonic(), link.stream.bytes_taken
+        over_at = monotonic() + GRACE_S
+        for job in lost:
+            job.gathering.fail(job, error, over_at)
+        self._check_at = min(self._check_at, over_at)
 
     def _end(self, gathering: Gathering) -> None:
         """Close the links on which this failed gathering is still owed something."""
-        for lane in list(self._lanes.values()):
-            if any(part.job.gathering is gathering for part in (*lane.owed, *lane.waiting)):
-                lane.link.close()
-                self._fail(lane, copy(gathering.failed[0]))
+        for link in list(self._links.values()):
+            if any(job.gathering is gathering for job in _jobs(link)):
+                link.close()
+                self._fail(link, copy(gathering.failed[0]))
 
     # Links
 
-    def _lane(self, link: Link) -> _Lane:
-        lane = self._lanes.get(link.fileno())
-        if lane is None or lane.link is not link:
-            # A link that is opened anew may have the descriptor of one that was closed.
-            lane = self._lanes[link.fileno()] = _Lane(link)
-            self._poll.register(lane.descriptor, _IN)
-        return lane
+    def _add(self, link: Link) -> None:
+        # A link that is opened anew may have the descriptor of one that was closed.
+        self._links[link.descriptor] = link
+        self._poll.register(link.descriptor, _IN)
 
-    def _forget(self, lane: _Lane) -> None:
-        if self._lanes.get(lane.descriptor) is lane:
-            del self._lanes[lane.descriptor]
-            self._poll.unregister(lane.descriptor)
-        self._pushing.discard(lane)
-        lane.owed.clear()
-        lane.waiting.clear()
+    def _forget(self, link: Link) -> None:
+        self.lost = True
+        if self._links.get(link.descriptor) is link:
+            del self._links[link.descriptor]
+            self._poll.unregister(link.descriptor)
+        self._pushing.discard(link)
+        link.owed.clear()
+        link.waiting.clear()
+
+
+def _jobs(link: Link) -> list[Job]:
+    """Whose parts are under way on `link`, one by one."""
+    return [*(owed[0] for owed in link.owed), *(waiting[0] for waiting in link.waiting)]

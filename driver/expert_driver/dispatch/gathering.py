@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -27,18 +26,16 @@ Raw = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What a layer asks of all nodes together.
+    """What a layer asks of all nodes together, but for who computes what.
 
-    rows: raw (N, columns(D)), once for each dtype that a node is asked in. ids: uint16 (N, k) and
-    weights: float32 (N, k).
+    rows: raw (N, columns(D)), once for each dtype that a node is asked in. k: experts of a row.
     """
 
     layer: int
     epoch: int
     mode: ReplyMode
     rows: Mapping[WireDType, Raw]
-    ids: Raw
-    weights: Raw
+    k: int
     precise: bool = False
 
     def dispatch(self, share: Share, dtype: WireDType) -> Dispatch:
@@ -46,11 +43,9 @@ class Call:
         rows = self.rows[dtype]
         if len(share.rows) != len(rows):
             rows = rows[share.rows]
-        ids = self.ids.reshape(-1)[share.pairs]
-        weights = self.weights.reshape(-1)[share.pairs]
         return Dispatch(
-            self.layer, self.epoch, self.mode, dtype, rows, share.offsets, ids, weights,
-            self.precise,
+            self.layer, self.epoch, self.mode, dtype, rows, share.offsets, share.ids,
+            share.weights, self.precise,
         )  # fmt: skip
 
 
@@ -68,7 +63,12 @@ class Job:
     gathering: Gathering
 
     def __init__(
-        self, link: Link, call: Call, dtype: WireDType, parts: deque[Share], figures: NodeFigures
+        self,
+        link: Link,
+        call: Call,
+        dtype: WireDType,
+        parts: Sequence[Share],
+        figures: NodeFigures,
     ) -> None:
         self.link, self.call, self.dtype, self.figures = link, call, dtype, figures
         self.parts, self.left = parts, len(parts)
@@ -119,8 +119,8 @@ class Gathering:
 
     def take(self, job: Job, share: Share, reply: Reply) -> None:
         """Take the answer to one part. Raises NodeRefused for values that are not finite."""
-        if job.done:
-            return  # it has failed, and this was under way
+        if job.done:  # it has failed, and this was under way
+            return
         if not self.values.put(job.place, share, reply.data, reply.dtype):
             job.link.close()
             problem = "answered with values that are not finite"
@@ -140,15 +140,16 @@ class Gathering:
             self.over_at = min(self.over_at, over_at)
 
 
-def parts(share: Share, link: Link, call: Call, dtype: WireDType) -> deque[Share]:
+def parts(share: Share, link: Link, call: Call, dtype: WireDType) -> Sequence[Share]:
     """`share` in parts, in order, that are within the node's limits and PART_BYTES.
 
     A part has at least one row, however long that is.
     """
+    if len(share.rows) == 1:
+        return (share,)
     welcome = link.greeting.welcome
-    hidden, k = dtype.hidden(call.rows[dtype].shape[1]), call.ids.shape[1]
-    payload = min(welcome.max_payload, PART_BYTES)
-    rows = rows_that_fit(hidden, k, call.mode, dtype, welcome.max_rows, payload)
+    hidden, payload = dtype.hidden(call.rows[dtype].shape[1]), min(welcome.max_payload, PART_BYTES)
+    rows = rows_that_fit(hidden, call.k, call.mode, dtype, welcome.max_rows, payload)
     if len(share.rows) <= rows:
-        return deque((share,))
-    return deque(share.part(start, start + rows) for start in range(0, len(share.rows), rows))
+        return (share,)
+    return [share.part(start, start + rows) for start in range(0, len(share.rows), rows)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import select
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from expert_driver.dispatch.agreement import Greeting
+from expert_driver.dispatch.routing import Share
 from expert_network.errors import (
     ExpertNetworkError,
     NetworkMismatch,
@@ -19,6 +22,7 @@ from expert_network.errors import (
     RemoteProtocolError,
 )
 from expert_network.net.auth import ClusterKey
+from expert_network.net.checksum import crc32
 from expert_network.net.stream import FrameStream, open_link
 from expert_protocol.connection import DriverConnection, DriverEvent
 from expert_protocol.frames import (
@@ -31,7 +35,9 @@ from expert_protocol.frames import (
     Reply,
     Welcome,
 )
-from expert_protocol.header import HEADER_SIZE
+
+if TYPE_CHECKING:
+    from expert_driver.dispatch.gathering import Job
 
 CONNECT_S = 5.0  # for TCP, the Upgrade, the key's round and the WELCOME together
 PONG_S = 2.0  # for a node to answer a PING while nothing is asked of it
@@ -65,7 +71,7 @@ class Opener:
         """Connect and greet, within `timeout_s`. Raises NodeError, KeyRefused, NetworkMismatch."""
         deadline = monotonic() + self.timeout_s
         sock = open_link(url, self.key, self.timeout_s)
-        connection = DriverConnection(self.hidden)
+        connection = DriverConnection(self.hidden, crc32)
         stream: FrameStream[DriverEvent] = FrameStream(sock, connection, url)
         try:
             with _explained(url):
@@ -83,74 +89,53 @@ class Opener:
 
 
 class Link:
-    """An open link that has been greeted.
+    """An open link that has been greeted, and the queue of what is asked on it.
 
-    After a NodeError it is closed, but for the refusal of one dispatch.
+    After a NodeError it is closed, but for the refusal of one dispatch. owed: what the node has not
+    answered, the oldest first, each with its size in bytes; waiting: what has not been sent. since:
+    when, by monotonic(), the oldest began to be the oldest.
     """
 
     def __init__(
         self, stream: FrameStream[DriverEvent], connection: DriverConnection, greeting: Greeting
     ) -> None:
-        self._stream, self._connection, self.greeting = stream, connection, greeting
-        self.name = greeting.name
+        self.stream, self.connection, self.greeting = stream, connection, greeting
+        self.name, self.descriptor = greeting.name, stream.fileno()
+        self.owed: deque[tuple[Job, Share, int]] = deque()
+        self.waiting: deque[tuple[Job, Share]] = deque()
+        self.since = 0.0
+        #: Bytes of the frames that were taken up to the last reply.
+        self.taken = stream.bytes_taken
 
     @property
     def closed(self) -> bool:
-        return self._stream.closed
+        return self.stream.closed
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received since it was opened, counted at the socket."""
-        return self._stream.bytes_sent, self._stream.bytes_received
-
-    def fileno(self) -> int:
-        """For poll; -1 once closed."""
-        return self._stream.fileno()
-
-    @property
-    def bytes_taken(self) -> int:
-        """Bytes of the frames that `next` has given."""
-        return self._stream.bytes_taken
+        return self.stream.bytes_sent, self.stream.bytes_received
 
     def push(self, dispatch: Dispatch) -> int:
         """Send it, as far as that goes without waiting; its size in bytes. Raises NodeClosed."""
-        frame = self._connection.dispatch(dispatch)
-        self._stream.push(frame)
-        return HEADER_SIZE + sum(memoryview(part).nbytes for part in frame[1:])
-
-    def push_on(self) -> bool:
-        """Send more of what was pushed; True if nothing is left. Raises NodeClosed."""
-        return self._stream.push_on()
-
-    @property
-    def pushing(self) -> bool:
-        """Whether the kernel has not taken all that was pushed."""
-        return self._stream.pushing
-
-    def pull(self) -> None:
-        """Take what has come: poll must have said that something has. Raises NodeClosed."""
-        self._stream.pull()
+        return self.stream.push(self.connection.dispatch(dispatch))
 
     def next(self) -> DriverEvent | None:
-        """The next event of what has come; its arrays hold until `next` or `pull` is called.
+        """The next event of what `stream` has pulled; its arrays hold until the next call.
 
         Raises NodeClosed, for a GOODBYE as well, NodeRefused or NotANode.
         """
         try:
-            event = self._stream.next()
+            event = self.stream.next()
         except RemoteProtocolError as error:
             raise not_the_protocol(self.name, error) from error
-        if event is not None and type(event) is not Reply:
+        if type(event) is not Reply and event is not None:
             self._meet(event)
         return event
 
-    def late_at(self, silence_s: float, looked: float) -> float:
-        """When, by monotonic(), the node will have been silent for too long. See FrameStream."""
-        return self._stream.late_at(silence_s, looked)
-
     def _meet(self, event: DriverEvent) -> None:
         """Raise what an event means that is no answer."""
-        if self._connection.closed:
+        if self.connection.closed:
             self.close()
         if isinstance(event, Goodbye):
             reason = event.reason.removeprefix(f"node {self.name} ")
@@ -163,24 +148,24 @@ class Link:
         if self.closed:
             return
         try:
-            if not self._stream.idle or _readable(self.fileno()):
+            if not self.stream.idle or _readable(self.descriptor):
                 # Nothing is outstanding: whatever came, a GOODBYE or the end, means no more links.
                 self.close()
             elif ping:
-                self._stream.send(self._connection.ping(), PONG_S)
-                if not isinstance(self._stream.receive(PONG_S), Pong):
+                self.stream.send(self.connection.ping(), PONG_S)
+                if not isinstance(self.stream.receive(PONG_S), Pong):
                     self.close()
         except ExpertNetworkError:
             self.close()
 
     def close(self) -> None:
         """End it at once; closing again does nothing."""
-        self._stream.close()
+        self.stream.close()
 
     def goodbye(self) -> None:
         """End it and say so, if that can still be said."""
-        if not self.closed and not self._connection.closed:
-            self._stream.finish(self._connection.goodbye("the driver is done"), PONG_S)
+        if not self.closed and not self.connection.closed:
+            self.stream.finish(self.connection.goodbye("the driver is done"), PONG_S)
         self.close()
 
 

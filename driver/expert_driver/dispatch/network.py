@@ -40,10 +40,12 @@ class Network:
         unused = monotonic() - self._used
         if unused > LOOK_S:
             for link in self.links:
-                if not self.exchange.busy(link):
+                if not link.owed:
                     link.check(ping=unused > PING_S)
-        if any(link.closed for link in self.links):
+            self.exchange.lost |= any(link.closed for link in self.links)
+        if self.exchange.lost:
             self.agreement = self._reopen()
+            self.exchange.lost = False
         return self.agreement
 
     @property

@@ -189,10 +189,10 @@ def test_no_reply_is_over_eight_mebibytes(mode: ReplyMode) -> None:
     owners = np.random.default_rng(7).integers(0, 2, (count, k))
     rows = {WireDType.F32: np.zeros((count, hidden), np.float32)}
     weights = np.ones((count, k), np.float32)
-    call = gathering.Call(LAYER, 0, mode, rows, np.zeros((count, k), np.uint16), weights)
+    call = gathering.Call(LAYER, 0, mode, rows, k)
     with nodes_of("a") as nodes:
         link = Opener(None, HELLO, lambda layer: hidden).open(nodes[0].url)
-        share = split(owners, 2)[0]
+        share = split(owners, 2, owners, weights)[0]
         assert share is not None
         made = gathering.parts(share, link, call, WireDType.F32)
         link.close()

@@ -35,13 +35,18 @@ def test_every_pair_goes_to_its_owner_once(case: tuple[list[list[int]], int]) ->
     """Each (row, expert) pair is in the share of its owner and in no other, in ascending order."""
     owners, nodes = np.array(case[0], np.int32), case[1]
     k = owners.shape[1]
-    shares = split(owners, nodes)
+    ids = np.arange(owners.size, dtype=np.uint32).reshape(owners.shape) + 7
+    weights = (ids / 2).astype(np.float32)
+    shares = split(owners, nodes, ids, weights)
     assert len(shares) == nodes
     for node, share in enumerate(shares):
         mine = np.argwhere(owners == node).tolist()
         expected = [(row, row * k + slot) for row, slot in mine]
         assert (pairs_of(share) if share else []) == expected
         if share:
+            assert np.array_equal(share.ids, share.pairs + 7)
+            assert np.array_equal(share.weights, share.ids / 2)
+            assert share.ids.dtype == np.uint16 and share.weights.dtype == np.float32
             assert share.offsets.dtype == np.uint32 and share.offsets[0] == 0
             assert (share.offsets[1:] > share.offsets[:-1]).all()
 
@@ -50,8 +55,11 @@ def test_every_pair_goes_to_its_owner_once(case: tuple[list[list[int]], int]) ->
 def test_parts_make_up_the_whole(step: int) -> None:
     """Parts of a share hold its rows and pairs in order, with offsets from zero."""
     owners = np.random.default_rng(1).integers(0, 2, (7, 3))
-    share = split(owners, 2)[0]
+    share = split(owners, 2, owners + 5, np.ones((7, 3), np.float32))[0]
     assert share is not None
     parts = [share.part(start, start + step) for start in range(0, len(share.rows), step)]
     assert [pair for part in parts for pair in pairs_of(part)] == pairs_of(share)
     assert all(part.offsets[0] == 0 for part in parts)
+    for name in ("ids", "weights"):
+        whole = np.concatenate([getattr(part, name) for part in parts])
+        assert np.array_equal(whole, getattr(share, name))
