@@ -97,7 +97,7 @@ def _operand(other: Any) -> Host | float | None:
         values = other.host
         return values if values is not None and values.dtype == np.float32 else None
     if isinstance(other, mx.array):
-        return np.asarray(other) if other.dtype == mx.float32 else None
+        return evaluated(other)[0] if other.dtype == mx.float32 else None
     return other if type(other) in (int, float) else None
 
 
