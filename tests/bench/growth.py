@@ -182,7 +182,7 @@ class Growth:
         computing = Computing(threads=self._plan.threads)
         config = NetworkConfig(urls, False, None, None, Path("/nowhere"), computing)
         with opened(str(self._store), config, with_text=False) as session:
-            yield Subject("", session)
+            yield Subject("", session, config)
 
 
 def run(shape: Shape, folder: Path, plan: Plan, report: Progress) -> dict[str, Any]:

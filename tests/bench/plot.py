@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from expert_driver.bench.report import number
+
 WIDTH, HEIGHT, GAP = 400, 260, 16
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 58, 44
 _ROUND_STEPS = (1, 2, 2.5, 5, 10)
@@ -86,49 +88,49 @@ def _chart(chart: Chart) -> str:
         parts.append(_text(_x(n, chart), HEIGHT - 26, mark, "small", "middle"))
     draw = _bars if chart.bars else _line
     place = 14.0
-    for number, (name, line) in enumerate(chart.lines.items()):
-        parts.append(draw(chart, line, number, top))
-        parts.append(f'<circle class="l{number}" cx="{place + 4:.0f}" cy="39" r="4"/>')
+    for nth, (name, line) in enumerate(chart.lines.items()):
+        parts.append(draw(chart, line, nth, top))
+        parts.append(f'<circle class="l{nth}" cx="{place + 4:.0f}" cy="39" r="4"/>')
         parts.append(_text(place + 12, 43, name, "small"))
         place += 24 + 6.2 * len(name)
     parts.append(f'<path class="axis" d="M{_LEFT} {_y(0, top):.1f}H{WIDTH - _RIGHT}"/>')
     return "".join(parts)
 
 
-def _line(chart: Chart, line: Sequence[Point | None], number: int, top: float) -> str:
+def _line(chart: Chart, line: Sequence[Point | None], nth: int, top: float) -> str:
     there = [(_x(n, chart), point) for n, point in enumerate(line) if point is not None]
     path = "L".join(f"{x:.1f} {_y(point.value, top):.1f}" for x, point in there)
-    dash = ' stroke-dasharray="5 4"' if number == 1 else ""
+    dash = ' stroke-dasharray="5 4"' if nth == 1 else ""
     marks = "".join(
-        _range(x, point, number, top)
-        + f'<circle class="l{number}" cx="{x:.1f}" cy="{_y(point.value, top):.1f}" r="3.5"/>'
+        _range(x, point, nth, top)
+        + f'<circle class="l{nth}" cx="{x:.1f}" cy="{_y(point.value, top):.1f}" r="3.5"/>'
         for x, point in there
     )
-    return f'<path class="l{number}"{dash} d="M{path}"/>{marks}'
+    return f'<path class="l{nth}"{dash} d="M{path}"/>{marks}'
 
 
-def _bars(chart: Chart, line: Sequence[Point | None], number: int, top: float) -> str:
+def _bars(chart: Chart, line: Sequence[Point | None], nth: int, top: float) -> str:
     count = len(chart.lines)
     room = (WIDTH - _LEFT - _RIGHT) / len(chart.marks)
-    width = min(34.0, room * 0.8 / count)
+    width = min(56.0, room * 0.8 / count)
     drawn = []
     for n, point in enumerate(line):
         if point is None:
             continue
-        x = _x(n, chart) + (number - (count - 1) / 2) * width
+        x = _x(n, chart) + (nth - (count - 1) / 2) * width
         y = _y(point.value, top)
         drawn.append(
-            f'<rect class="l{number}" x="{x - width * 0.45:.1f}" y="{y:.1f}" '
+            f'<rect class="l{nth}" x="{x - width * 0.45:.1f}" y="{y:.1f}" '
             f'width="{width * 0.9:.1f}" height="{_y(0, top) - y:.1f}" fill-opacity=".55"/>'
-            + _range(x, point, number, top)
-            + _text(x, _y(point.most, top) - 4, f"{point.value:.3g}", "small", "middle")
+            + _range(x, point, nth, top)
+            + _text(x, _y(point.most, top) - 4, number(point.value), "small", "middle")
         )
     return "".join(drawn)
 
 
-def _range(x: float, point: Point, number: int, top: float) -> str:
+def _range(x: float, point: Point, nth: int, top: float) -> str:
     low, high = _y(point.least, top), _y(point.most, top)
-    return f'<path class="l{number} range" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'
+    return f'<path class="l{nth} range" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'
 
 
 def scale(most: float) -> tuple[float, float]:

@@ -27,13 +27,15 @@ def observed(network: Network) -> Iterator[list[DispatchTimes]]:
         network.observer = before
 
 
-def single_rows(network: Network, manifest: Manifest, count: int, seed: int) -> list[DispatchTimes]:
+def single_rows(
+    network: Network, manifest: Manifest, precise: bool, count: int, seed: int
+) -> list[DispatchTimes]:
     """Send `count` dispatches of one row that ask every node for one expert, layer after layer.
 
     One expert is the least that a node can be asked for; see `overhead_us` for what is left.
     """
     choose = random.Random(seed)
-    experts = NetworkExperts(network)
+    experts = NetworkExperts(network, precise)
     mx.random.seed(seed)
     with observed(network) as found:
         for number in range(count):
@@ -41,7 +43,10 @@ def single_rows(network: Network, manifest: Manifest, count: int, seed: int) -> 
             ids = mx.array([_one_of_each(network, layer.layer, choose)])
             x, weights = mx.random.normal((1, layer.hidden)), mx.ones(ids.shape)
             mx.eval(x, ids, weights)
-            experts.weighted_sum(layer.layer, x, ids, weights)
+            if network.wanted.exact:
+                experts.outputs(layer.layer, x, ids)
+            else:
+                experts.weighted_sum(layer.layer, x, ids, weights)
     return found
 
 

@@ -30,7 +30,7 @@ def run(
     """Measure each of `variants` and report. Raises what opening a model and using it raise."""
     with ExitStack() as stack:
         subjects = [
-            Subject(name, stack.enter_context(opened(store, config, with_text=False)))
+            Subject(name, stack.enter_context(opened(store, config, with_text=False)), config)
             for name, config in variants.items()
         ]
         if tracer is not None:
@@ -84,7 +84,8 @@ class _Rounds:
         self._weights = weights
         self._samples, self._done = Samples(), 0
         # Tokens stand for time: reading and decoding one take about as long.
-        each = sum(settings.lengths) + settings.tokens * len(settings.contexts)
+        decoded = len(settings.contexts) if "decode" in settings.parts else 0
+        each = sum(settings.lengths) + settings.tokens * decoded
         self._total = (each * settings.rounds + sum(WARM_UP)) * len(subjects)
 
     def run(self) -> Samples:
@@ -136,7 +137,7 @@ class _Rounds:
         if network is None or "dispatch" not in self._settings.parts:
             return
         manifest, count = subject.session.store.manifest, self._settings.dispatches
-        found = dispatches.single_rows(network, manifest, count, number)
+        found = dispatches.single_rows(network, manifest, subject.precise, count, number)
         add = self._samples.add
         add("dispatch", "1 row", "us", name, *map(dispatches.total_us, found))
         add("of it computing", "1 row", "us", name, *map(dispatches.computing_us, found))

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import mlx.core as mx
 
+from expert_driver.config import NetworkConfig
 from expert_driver.context import Context
 from expert_driver.opening import Session
 
@@ -15,10 +16,14 @@ _likeliest = partial(mx.argmax, axis=-1)
 
 
 class Subject:
-    """A session under a name. Ids are random, and the same for every variant of a model."""
+    """A session under a name, as `config` opened it.
 
-    def __init__(self, variant: str, session: Session) -> None:
+    Ids are random, and the same for every variant of a model.
+    """
+
+    def __init__(self, variant: str, session: Session, config: NetworkConfig) -> None:
         self.variant, self.session = variant, session
+        self.precise = config.computing.precise(config.exact)
         self._context: Context | None = None
 
     def prefill(self, length: int, seed: int) -> float:

@@ -66,11 +66,16 @@ def test_over_nodes_in_turns(
     store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Over nodes, dispatches and traffic are measured, for each variant, with ratios to the first;
-    int8 rows are fewer bytes than f32 ones. --trace has the passes of them all."""
+    int8 rows are fewer bytes than f32 ones. --trace has the passes of them all. In exact mode,
+    where nothing is summed, dispatches are measured too."""
     trace = tmp_path / "trace.json"
     with node_process("a", "a", store) as node:
-        asked = ("--nodes", node.url, "--compare", "wire=f32,int8", "--trace", trace)
-        report = measured(capsys, store, *asked)
+        compared = ("--compare", "wire=f32,int8", "--trace", trace)
+        report = measured(capsys, store, "--nodes", node.url, *compared)
+        exact = measured(capsys, store, "--nodes", node.url, "--exact", "--only", "dispatch")
+    assert {what for what, _ in names(exact)} == {
+        *("dispatch", "of it computing", "of it overhead", "ping")
+    }
     shown = tracks(read(trace))
     for events in shown.values():
         check_nesting(events)
