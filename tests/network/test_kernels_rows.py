@@ -151,6 +151,12 @@ def rows_of(rng: np.random.Generator, count: int, size: int, kind: str) -> NDArr
     rows = normal(rng, count, size) * np.float32(10.0 ** int(rng.integers(-6, 4)))
     if kind == "bits":
         return rng.integers(0, 2**32, (count, size), dtype=np.uint32).view(F)
+    if kind == "ties":  # of bfloat16 and float16
+        return rng.integers(-4095, 4096, (count, size)).astype(F)
+    if kind == "halves":  # ties of int8, whose scale is then 1
+        rows = rng.integers(-253, 254, (count, size)).astype(F) * F(0.5)
+        rows[:, ::64] = 127
+        return rows
     if kind == "tiny":
         rows *= F(1e-34)
     if kind == "huge":
@@ -162,8 +168,11 @@ def rows_of(rng: np.random.Generator, count: int, size: int, kind: str) -> NDArr
     return rows
 
 
+KINDS = ["plain", "bits", "ties", "halves", "tiny", "huge", "zero", "inf", "nan"]
+
+
 @pytest.mark.parametrize("label", ["f32", "bf16", "f16", "int8"])
-@pytest.mark.parametrize("kind", ["plain", "bits", "tiny", "huge", "zero", "inf", "nan"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_travel_as_the_protocol_defines(label: str, kind: str) -> None:
     """Encoding, decoding and adding match expert_protocol.dtypes bit for bit; so does `finite`."""
     rng = np.random.default_rng(7)
