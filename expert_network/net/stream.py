@@ -25,6 +25,7 @@ from expert_network.errors import (
 )
 from expert_network.net.inbox import FIRST_BUFFER, Inbox, Receiver
 from expert_network.net.opening import open_link, prepare
+from expert_network.net.patience import Patience
 
 __all__ = ["Buffer", "Connection", "FrameStream", "open_link"]
 
@@ -88,6 +89,8 @@ class FrameStream(Generic[E]):
         self._last = monotonic()
         #: When the first and the last bytes came of the frame that has begun.
         self._begun_at = self._came_at = self._last
+        self._patience, self._poll = Patience(), select.poll()
+        self._polled = False
         sock.settimeout(None)
         prepare(sock)
 
@@ -315,6 +318,10 @@ class FrameStream(Generic[E]):
 
     def _await(self, silence: float, frame: float | None) -> E:
         """Read until there is an event."""
+        if not self._polled:
+            self._poll.register(self._sock, select.POLLIN)
+            self._polled = True
+        self._patience.look(self._poll)
         now = looked = monotonic()
         while self._connection.needs:
             left = self.late_at(silence, looked, frame) - now

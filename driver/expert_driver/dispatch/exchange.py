@@ -14,6 +14,7 @@ from time import monotonic, perf_counter
 from expert_driver.dispatch.gathering import Gathering, Job
 from expert_driver.dispatch.links import Link
 from expert_network.errors import Cancelled, ExpertNetworkError, NodeError, NodeTimeout
+from expert_network.net.patience import Patience
 from expert_network.net.stream import LATE_LOOK, SLOWEST
 from expert_protocol.frames import Reply
 
@@ -35,7 +36,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self._links: dict[int, Link] = {}  # by descriptor
-        self._poll = select.poll()
+        self._poll, self._patience = select.poll(), Patience()
         self._pushing: set[Link] = set()
         #: When deadlines are looked at next, and when what had come was last looked at anew.
         self._check_at = self._looked = 0.0
@@ -88,6 +89,7 @@ class Exchange:
     # One turn
 
     def _step(self) -> None:
+        self._patience.look(self._poll)
         left = self._check_at - monotonic()
         # Rounded up: poll counts whole milliseconds, and 0 would spin until the deadline.
         for descriptor, events in self._poll.poll(max(0, int(left * 1000) + 1)):
