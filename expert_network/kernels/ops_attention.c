@@ -106,6 +106,14 @@ static void divide(struct attention *a) {
     a->scratch_size = (floats * sizeof(float) + 255) & ~(size_t)127;
 }
 
+/* Over the pool, unless one thread is done with so many products before another would wake. */
+static void spread(pool_task task, struct attention *a, long count, long products) {
+    if (products > ALONE)
+        pool_run(task, a, count);
+    else
+        for (long index = 0; index < count; index++) task(a, index, 0);
+}
+
 static int run(struct attention *a) {
     if (!a->batch || !a->heads || !a->length || !a->width) return 0;
     divide(a);
@@ -117,12 +125,9 @@ static int run(struct attention *a) {
     if (!memory) return -1;
     a->scratch = (char *)(((uintptr_t)memory + 127) & ~(uintptr_t)127);
     a->partials = (float *)(a->scratch + (size_t)threads * a->scratch_size);
-    pool_run(a->rows <= ATTENTION_FEW ? kernels->attend_few : kernels->attend_many, a,
-             heads * a->blocks * a->chunks);
-    if (all * a->chunks * a->width > ALONE)
-        pool_run(kernels->attend_end, a, all);
-    else
-        for (long row = 0; row < all; row++) kernels->attend_end(a, row, 0);
+    spread(a->rows <= ATTENTION_FEW ? kernels->attend_few : kernels->attend_many, a,
+           heads * a->blocks * a->chunks, all * a->keys * (a->depth + a->width));
+    spread(kernels->attend_end, a, all, all * a->chunks * a->width);
     free(memory);
     return 0;
 }
