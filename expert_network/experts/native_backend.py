@@ -54,7 +54,7 @@ class NativeLayer:
 
     def outputs(self, x: mx.array, ids: mx.array, precise: bool) -> mx.array:
         """See Layer."""
-        rows, experts = evaluated(x.astype(mx.float32), ids)
+        rows, experts = evaluated(_floats(x), ids)
         made = self._run(rows, _offsets(experts), self._slots(experts), None, precise)
         return HostArray.of(made.reshape(*experts.shape, -1)).astype(x.dtype)
 
@@ -62,7 +62,7 @@ class NativeLayer:
         self, x: mx.array, ids: mx.array, weights: mx.array, precise: bool
     ) -> mx.array:
         """See Layer."""
-        rows, experts, scores = evaluated(x.astype(mx.float32), ids, weights)
+        rows, experts, scores = evaluated(_floats(x), ids, weights)
         slots = self._slots(experts)
         return HostArray.of(self._run(rows, _offsets(experts), slots, floats(scores), precise))
 
@@ -103,6 +103,10 @@ class NativeLayer:
             kernels.F32 if precise else kernels.INT8,
         )
         return out
+
+
+def _floats(x: mx.array) -> mx.array:
+    return x if x.dtype == mx.float32 else x.astype(mx.float32)
 
 
 def _offsets(ids: NDArray[Any]) -> NDArray[np.uint32]:

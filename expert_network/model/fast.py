@@ -70,7 +70,7 @@ def _attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
             return original(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)
         array = mask if isinstance(mask, mx.array) else None
         if array is not None and array.dtype != mx.bool_:
-            array = array.astype(mx.float32)
+            array = _float32(array)
         rows, keys, values, *rest = evaluated(q, k, v, *_given(array, sinks))
         out = np.empty((*rows.shape[:-1], values.shape[-1]), np.float32)
         seen = None if array is None else rest.pop(0)
@@ -88,9 +88,10 @@ def _rms_norm(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         if not _native(x):
             return original(x, weight, eps, stream=stream)
-        rows, *rest = evaluated(x, *_given(weight))
+        (rows,) = evaluated(x)
         out = np.empty(rows.shape, np.float32)
-        ops.rms_norm(rows, rest[0] if rest else None, eps, out)
+        # A weight that is there already, as most are, is read without a wait.
+        ops.rms_norm(rows, None if weight is None else _float32(weight), eps, out)
         return HostArray.of(out)
 
     return rms_norm
@@ -119,6 +120,10 @@ def _rope(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         return HostArray.of(out)
 
     return rope
+
+
+def _float32(array: mx.array) -> mx.array:
+    return array if array.dtype == mx.float32 else array.astype(mx.float32)
 
 
 def _given(*arrays: mx.array | None) -> list[mx.array]:

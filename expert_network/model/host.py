@@ -8,7 +8,7 @@ than a reshape or a sum, and these NumPy makes at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import mlx.core as mx
 import numpy as np
@@ -50,6 +50,16 @@ class HostArray(mx.array):
         made = super().squeeze(axis, **options)
         axis = tuple(axis) if isinstance(axis, list) else axis
         return made if self.host is None else _view(made, self.host.squeeze(axis))
+
+    def sum(self, axis: Any = None, keepdims: bool = False, **options: Any) -> mx.array:
+        if self.host is None or self.host.dtype != np.float32 or axis not in (-1, self.ndim - 1):
+            return super().sum(axis, keepdims, **options)
+        return HostArray.of(np.asarray(self.host.sum(axis=-1, keepdims=keepdims)))
+
+    def __neg__(self) -> mx.array:
+        if self.host is None or self.host.dtype != np.float32:
+            return super().__neg__()
+        return HostArray.of(-self.host)
 
     def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
         return self if dtype == self.dtype else super().astype(dtype, stream)
@@ -121,16 +131,22 @@ for _name in ("__setitem__", *(f"__i{name}__" for name in (*_ARITHMETIC, *_OTHER
     setattr(HostArray, _name, _changing(_name))
 
 
-def evaluated(*arrays: mx.array) -> tuple[Host, ...]:
+def evaluated(*arrays: mx.array) -> list[Host]:
     """The values of arrays, after one wait for all those that were not there yet."""
-    found = [_known(array) for array in arrays]
-    waiting = [array for array, values in zip(arrays, found, strict=True) if values is None]
-    if waiting:
-        mx.eval(waiting)
-    return tuple(
+    found: list[Host | None] = []
+    waiting = []
+    for array in arrays:
+        values = array.host if isinstance(array, HostArray) else None
+        found.append(values)
+        if values is None:
+            waiting.append(array)
+    if not waiting:
+        return cast(list[Host], found)
+    mx.eval(waiting)
+    return [
         np.asarray(array) if values is None else values
         for array, values in zip(arrays, found, strict=True)
-    )
+    ]
 
 
 def floats(values: Host) -> NDArray[np.float32]:
@@ -138,5 +154,7 @@ def floats(values: Host) -> NDArray[np.float32]:
     return np.ascontiguousarray(values, np.float32)
 
 
-def _known(array: mx.array) -> Host | None:
-    return array.host if isinstance(array, HostArray) else None
+def rows_of(x: mx.array) -> NDArray[np.float32]:
+    """The values of x as contiguous float32."""
+    values = x.host if isinstance(x, HostArray) else None
+    return floats(evaluated(x.astype(mx.float32))[0] if values is None else values)

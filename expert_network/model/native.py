@@ -17,8 +17,8 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from expert_network import kernels
-from expert_network.model import fast
-from expert_network.model.host import HostArray, evaluated, floats
+from expert_network.model import eager, fast
+from expert_network.model.host import HostArray, rows_of
 from expert_network.model.matrices import matrix_of
 
 # Matrices of fewer rows are always precise: gates, which cost nothing and decide a lot.
@@ -33,6 +33,7 @@ def install(model: Any, precise: bool, routers: Collection[int]) -> None:
     stays MLX's.
     """
     fast.install()
+    eager.install()
     classes: dict[type, type] = {}
     for module in model.modules():
         kind = type(module)
@@ -73,7 +74,7 @@ class _NativeModel(Module):
 
 def _multiply(x: mx.array, matrix: kernels.Matrix, precision: int) -> mx.array:
     """x (..., matrix.cols) times the transposed matrix, in float32."""
-    rows = floats(evaluated(x.astype(mx.float32))[0])
+    rows = rows_of(x)
     out = np.empty((*rows.shape[:-1], matrix.rows), np.float32)
     kernels.linear(matrix, rows.reshape(-1, matrix.cols), out.reshape(-1, matrix.rows), precision)
     return HostArray.of(out)
@@ -87,7 +88,7 @@ class _NativeLinear(Module):
 class _NativeEmbedding(Module):
     def __call__(self, ids: mx.array) -> mx.array:
         rows = cast(mx.array, super().__call__(ids))
-        return HostArray.of(evaluated(rows.astype(mx.float32))[0])
+        return HostArray.of(rows_of(rows))
 
     def as_linear(self, x: mx.array) -> mx.array:
         return _multiply(x, self.matrix, self.precision)
