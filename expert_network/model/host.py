@@ -131,7 +131,7 @@ for _name in ("__setitem__", *(f"__i{name}__" for name in (*_ARITHMETIC, *_OTHER
     setattr(HostArray, _name, _changing(_name))
 
 
-def evaluated(*arrays: mx.array) -> list[Host]:
+def evaluated(*arrays: mx.array) -> tuple[Host, ...]:
     """The values of arrays, after one wait for all those that were not there yet."""
     found: list[Host | None] = []
     waiting = []
@@ -141,12 +141,12 @@ def evaluated(*arrays: mx.array) -> list[Host]:
         if values is None:
             waiting.append(array)
     if not waiting:
-        return cast(list[Host], found)
+        return cast(tuple[Host, ...], tuple(found))
     mx.eval(waiting)
-    return [
+    return tuple(
         np.asarray(array) if values is None else values
         for array, values in zip(arrays, found, strict=True)
-    ]
+    )
 
 
 def floats(values: Host) -> NDArray[np.float32]:
