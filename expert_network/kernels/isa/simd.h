@@ -61,8 +61,10 @@ INLINE vf choose_lanes(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | 
 INLINE vf smaller(vf a, vf b) { return choose_lanes(a < b, a, b); }
 INLINE vf larger(vf a, vf b) { return choose_lanes(a > b, a, b); }
 
-#if defined(ISA_avx2)
+#if defined(ISA_avx2) || defined(ISA_avx512)
 #include "simd_avx2.h"
+#elif defined(ISA_neon) || defined(ISA_dotprod)
+#include "simd_neon.h"
 #else
 #include "simd_portable.h"
 #endif

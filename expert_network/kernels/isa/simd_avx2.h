@@ -1,4 +1,4 @@
-/* AVX2, FMA and F16C. */
+/* AVX2, FMA and F16C; with VNNI bytes are multiplied and summed in one instruction. */
 #include <immintrin.h>
 
 INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -22,6 +22,23 @@ INLINE vi words24(const uint8_t *p) {
     return (vi)_mm256_shuffle_epi8(both, spread);
 }
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+
+typedef vi dots;
+
+INLINE dots dots_add(dots d, vb q, vb x) {
+    return (vi)_mm256_dpbusd_epi32((__m256i)d, (__m256i)q, (__m256i)x);
+}
+
+INLINE vi dots_sum(dots d) { return d; }
+
+INLINE vi dots_wide(vb q, vb x, vi x128) {
+    (void)x128;
+    return dots_add((dots){0}, q, x);
+}
+
+#else
+
 typedef vs dots;
 
 INLINE dots dots_add(dots d, vb q, vb x) {
@@ -39,3 +56,5 @@ INLINE vi dots_wide(vb q, vb x, vi x128) {
         _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8((__m256i)x, w));
     return (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)) + x128;
 }
+
+#endif
