@@ -176,10 +176,10 @@ def _room(
 ) -> tuple[HostArray, Host]:
     """A cache and its memory, with room for `new`.
 
-    It has a quarter more than it holds, so that copying stays rare.
+    It is a quarter more than is needed, so that copying stays rare.
     """
     batch, heads, count, size = new
-    tokens = -(-max(begin + count, begin + begin // 4) // STEP) * STEP
+    tokens = (begin + count) * 5 // 4 // STEP * STEP + STEP
     made = HostArray(np.zeros((batch, heads, tokens, size), dtype))
     made.host = room = np.asarray(made)
     if held is not None:
