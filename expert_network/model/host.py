@@ -94,6 +94,8 @@ def _at_once(name: str) -> Callable[[HostArray, Any], Any]:
     eagerly = getattr(np.ndarray, name)
 
     def operate(self: HostArray, other: Any) -> Any:
+        if hasattr(other, "__mlx_array__"):  # a sum that is pending
+            other = other.__mlx_array__()
         left, right = self.host, _operand(other)
         if left is None or right is None or left.dtype != np.float32:
             return lazily(self, other)

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from expert_network.model.deferred import Pending
 from expert_network.model.host import HostArray, evaluated, floats
 
 
@@ -32,6 +33,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "an mx.array minus": lambda a: mx.array(values(4)) - a,
     "divided": lambda a: a / 7.0,
     "a number divided": lambda a: 1.0 / a,
+    "plus a pending sum": lambda a: a + Pending(lambda: a, a.shape, a.dtype),
 }
 LAZY: dict[str, Callable[[Any], Any]] = {
     "an index": lambda a: a[1],
