@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import ceil
 from typing import Any, cast
 
 import mlx.core as mx
@@ -28,6 +29,7 @@ from expert_driver.times import Watch
 from expert_network.errors import InputError
 
 CHUNK = 512  # tokens of a prompt in one pass: bounds the graph, the dispatches and the mask
+HALVED = 64  # tokens from which on a prompt is worth two passes, which read weights twice
 LOGITS = 1 << 24  # logits of one pass that are all kept: 64 MB in float32
 CLEAR_EVERY = 256  # tokens between two returns of MLX's spare buffers, as mlx-lm does
 
@@ -95,7 +97,7 @@ class Engine:
 
     def prefill(self, context: Context, ids: Sequence[int]) -> None:
         """Read `ids` into the context, whose logits nobody needs."""
-        deque(self.passes.run(context, cut(ids, CHUNK)), maxlen=0)
+        deque(self.passes.run(context, self._chunks(ids)), maxlen=0)
 
     def read(self, context: Context, ids: Sequence[int]) -> mx.array:
         """Read `ids` into the context; logits (1, vocabulary) after the last of them.
@@ -103,10 +105,17 @@ class Engine:
         Whatever breaks this off leaves the context with the chunks that were read, or empty.
         """
         # The last token is a pass of its own, which has logits for one row and not for a chunk.
-        chunks = [*cut(ids[:-1], CHUNK), Chunk(ids[-1:], wanted=True)]
+        chunks = [*self._chunks(ids[:-1]), Chunk(ids[-1:], wanted=True)]
         (logits,) = deque(self.passes.run(context, chunks), maxlen=1)
         assert logits is not None
         return logits[:, -1, :]
+
+    def _chunks(self, ids: Sequence[int]) -> list[Chunk]:
+        """`ids` in chunks of at most CHUNK: of one size and an even number, for passes in pairs."""
+        if not self.passes.in_pairs or len(ids) < HALVED:
+            return cut(ids, CHUNK)
+        count = 2 * ceil(len(ids) / (2 * CHUNK))
+        return cut(ids, ceil(len(ids) / count))
 
     def step(self, context: Context, ids: Sequence[int], sampler: Sampler) -> int:
         """Read some tokens and choose the next."""

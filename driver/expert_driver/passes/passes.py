@@ -22,8 +22,11 @@ from expert_driver.context import Context
 from expert_driver.passes.order import Order, find_order, watched
 from expert_driver.stopping import Stop
 from expert_network.model.deferred import Experts, Overlapping, overlapping
+from expert_network.model.seam import Seam
 
-DEPTH = 2  # passes at once: one computes here while the other one's experts are computed there
+# Passes at once: one computes here while the other one's experts are computed there. A pass of a
+# single token, which a prompt ends with, comes on top: it costs next to nothing where others work.
+DEPTH = 2
 
 
 class Enough(BaseException):
@@ -62,12 +65,14 @@ class Passes:
     """Runs the passes of one model. Used by one thread.
 
     `attend` makes the experts that the model's seams are to ask; `learn` is told the model then.
+    in_pairs: whether a prompt is to be cut for two passes at once. So it is in exact mode wherever
+    the experts are, since the last bits of attention depend on where a chunk begins.
     """
 
     def __init__(self, stop: Stop | None = None) -> None:
         self.stop = Stop() if stop is None else stop
         self.order: Order | None = None
-        self.interleaves = False
+        self.interleaves = self.in_pairs = False
         self._abandon: Callable[[], None] = lambda: None
         self._overlapping = False
         self._current: Pass | None = None
@@ -86,6 +91,9 @@ class Passes:
         self._model = model
         self.order = find_order(model)
         self.interleaves = self._overlapping and self.order is not None
+        seams = [module for module in model.modules() if isinstance(module, Seam)]
+        exact = all(seam.mode == "exact" for seam in seams)
+        self.in_pairs = self.order is not None and (self._overlapping or exact)
         self._enough = 0 if self.order is None else self.order.complete_at
 
     def run(self, context: Context, chunks: Sequence[Chunk]) -> Iterator[mx.array | None]:
@@ -148,7 +156,7 @@ class Passes:
             with watched(context.cache, self._use):
                 while waiting or self._active:
                     # A pass that begins comes first: another one's experts are at work.
-                    if waiting and len(self._active) < DEPTH:
+                    if waiting and len(self._active) < DEPTH + (len(waiting[0].ids) == 1):
                         turns.appendleft(self._begin(context, waiting.popleft()))
                     run = turns.popleft()
                     self._resume(run)

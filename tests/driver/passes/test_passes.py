@@ -58,7 +58,7 @@ def test_interleaved_passes_change_no_bit(family: str, mode: Mode) -> None:
     """Whatever caches a family has: two passes at once give the bits of one after the other."""
     engine, experts = far(families.build(family), mode)
     together = read(engine)
-    assert engine.passes.interleaves and experts.most == DEPTH
+    assert engine.passes.interleaves and experts.most >= DEPTH
     engine.passes.interleaves = False
     experts.most = 0
     assert np.array_equal(read(engine), together)
