@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from math import prod
 from time import perf_counter
 from typing import Any
 
@@ -34,6 +36,14 @@ PINNED_BYTES = 64 << 20
 _HEADER = 64  # bytes: a counter, then the size of each array
 _ALIGNMENT = 16  # bytes, of each array: what a thread copies at a time
 _THREADS, _BLOCKS = 512, 64
+_PLANS = 64  # of one memory: the token loop needs a few, prompts one for each length
+
+# What NumPy and MLX both know. A NumPy dtype's own name takes long to make.
+_NUMPY: dict[mx.Dtype, np.dtype[Any]] = {
+    getattr(mx, name): np.dtype(name)
+    for name in ("float32", "float16", "int8", "int32", "uint8", "uint16", "uint32")
+}
+_MLX = {numpy: mlx for mlx, numpy in _NUMPY.items()}
 
 
 class Transfer:
@@ -55,50 +65,60 @@ class PinnedTransfer(Transfer):
         self._outbox, self._inbox = _Pinned(), _Pinned()
         # Who watches memory must see one write after the other, as x86 does.
         self._watches = platform.machine().lower() in ("x86_64", "amd64")
-        #: What reads the inbox, or has read it.
+        #: What reads the inbox or has read it, where its counter is then, and whether it was long.
         self._reading: list[mx.array] = []
+        self._filled, self._long = 0, False
 
     def fetch(self, *arrays: mx.array) -> tuple[Host, ...]:
         """See Transfer."""
-        sizes = [array.nbytes for array in arrays]
-        if _length(sizes) > PINNED_BYTES:
-            return super().fetch(*arrays)
         box = self._outbox
-        box.fit(sizes)
+        plan = box.plan([(array.shape, array.dtype) for array in arrays])
+        if plan is None:
+            return super().fetch(*arrays)
+        box.prepare(plan)
         before = int(box.header[0])
         done = _fetch_kernel(len(arrays))(
             inputs=[*arrays, box.address],
             output_shapes=[(16,)],
             output_dtypes=[mx.uint32],
-            **_grid(sizes),
+            **plan.grid,
         )
         mx.async_eval(done)  # type: ignore[no-untyped-call]
-        if not (self._watches and _length(sizes) <= WATCHED_BYTES and _changes(box.header, before)):
+        if plan.long or not self._watches or not _changes(box.header, before):
             mx.eval(done)
-        return tuple(
-            part.copy().view(_dtype(array)).reshape(array.shape)
-            for part, array in zip(box.parts(sizes), arrays, strict=True)
-        )
+        return tuple(part.copy() for part in plan.parts)
 
     def put(self, *values: Host) -> tuple[mx.array, ...]:
-        """See Transfer. The copies have begun when it returns."""
-        sizes = [value.nbytes for value in values]
-        if _length(sizes) > PINNED_BYTES:
-            return super().put(*values)
-        mx.eval(self._reading)
+        """See Transfer. Short values are read from their memory when the arrays are evaluated."""
         box = self._inbox
-        box.fit(sizes)
-        for part, value in zip(box.parts(sizes), values, strict=True):
-            part.view(value.dtype).reshape(value.shape)[...] = value
+        if self._long or box.header[0] != self._filled:
+            box = self._settled()
+        plan = box.plan([(value.shape, _MLX[value.dtype]) for value in values])
+        if plan is None:
+            return super().put(*values)
+        box.prepare(plan)
+        for part, value in zip(plan.parts, values, strict=True):
+            part[...] = value
+        self._filled, self._long = int(box.header[0]) + 1, plan.long
         self._reading = _put_kernel(len(values))(
             inputs=[box.address],
-            output_shapes=[value.shape for value in values],
-            output_dtypes=[getattr(mx, value.dtype.name) for value in values],
-            **_grid(sizes),
+            output_shapes=plan.shapes,
+            output_dtypes=plan.dtypes,
+            **plan.grid,
         )
-        # At once: the device turns to this process while the host prepares what comes next.
-        mx.async_eval(self._reading)  # type: ignore[no-untyped-call]
+        if plan.long:
+            mx.async_eval(self._reading)  # type: ignore[no-untyped-call]
         return tuple(self._reading)
+
+    def _settled(self) -> _Pinned:
+        """An inbox that nothing has still to read."""
+        try:
+            mx.eval(self._reading)
+        except RuntimeError:
+            # Lazy arrays of another thread, which a failure kept from its work, keep their memory.
+            self._inbox, self._filled = _Pinned(), 0
+        self._reading, self._long = [], False
+        return self._inbox
 
 
 def transfer_for(backend: str) -> Transfer:
@@ -109,10 +129,6 @@ def transfer_for(backend: str) -> Transfer:
         return PinnedTransfer()
     except OSError:
         return Transfer()
-
-
-def _length(sizes: Sequence[int]) -> int:
-    return sum(_aligned(size) for size in sizes)
 
 
 def _aligned(size: int) -> int:
@@ -128,8 +144,19 @@ def _changes(header: Host, before: int) -> bool:
     return True
 
 
-def _dtype(array: mx.array) -> np.dtype[Any]:
-    return np.dtype(str(array.dtype).removeprefix("mlx.core."))
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where arrays of certain shapes lie in pinned memory, and the launch that copies them.
+
+    long: more than one block of threads copies, so that nobody can say when all is done.
+    """
+
+    shapes: list[tuple[int, ...]]
+    dtypes: list[mx.Dtype]
+    sizes: NDArray[np.uint32]
+    parts: list[Host]
+    long: bool
+    grid: dict[str, tuple[int, int, int]]
 
 
 class _Pinned:
@@ -139,23 +166,44 @@ class _Pinned:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._take(WATCHED_BYTES)
 
-    def fit(self, sizes: Sequence[int]) -> None:
-        """Make room for arrays of these sizes and write them down for a kernel.
+    def plan(self, arrays: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> _Plan | None:
+        """The plan for arrays of these shapes; None if they are too long together.
 
-        Nothing may use it meanwhile.
+        Nothing may use the memory meanwhile.
         """
-        length = _length(sizes)
+        found = self._plans.get(key := tuple(arrays))
+        if found is None:
+            found = self._new_plan(key)
+            if found is not None:
+                if len(self._plans) >= _PLANS:
+                    self._plans.clear()
+                self._plans[key] = found
+        return found
+
+    def prepare(self, plan: _Plan) -> None:
+        """Write the sizes down for a kernel."""
+        self.header[1 : len(plan.sizes) + 1] = plan.sizes
+
+    def _new_plan(self, arrays: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> _Plan | None:
+        shapes, dtypes = [shape for shape, _ in arrays], [dtype for _, dtype in arrays]
+        sizes = [prod(shape) * dtype.size for shape, dtype in arrays]
+        starts = list(accumulate(map(_aligned, sizes), initial=_HEADER))
+        length = starts[-1] - _HEADER
+        if length > PINNED_BYTES:
+            return None
         if length > len(self._memory) - _HEADER:
             self._driver.cuMemFreeHost(ctypes.c_void_p(self._memory.ctypes.data))
             self._take(1 << (length - 1).bit_length())
-        self.header[1 : len(sizes) + 1] = sizes
-
-    def parts(self, sizes: Sequence[int]) -> list[Host]:
-        """Where arrays of these sizes lie, as bytes."""
-        starts = accumulate(map(_aligned, sizes), initial=_HEADER)
-        return [
-            self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
+        parts = [
+            self._memory[start : start + size].view(_NUMPY[dtype]).reshape(shape)
+            for start, size, (shape, dtype) in zip(starts, sizes, arrays, strict=False)
         ]
+        long = length > WATCHED_BYTES
+        grid = {
+            "grid": ((_BLOCKS if long else 1) * _THREADS, 1, 1),
+            "threadgroup": (_THREADS, 1, 1),
+        }
+        return _Plan(shapes, dtypes, np.array(sizes, np.uint32), parts, long, grid)
 
     def _take(self, capacity: int) -> None:
         # The driver allocates for the context that MLX makes this thread's when it computes.
@@ -169,6 +217,7 @@ class _Pinned:
         self._memory: Host = np.ctypeslib.as_array(memory)
         self.header: Host = self._memory[:_HEADER].view(np.uint32)
         self.header[:] = 0
+        self._plans: dict[Any, _Plan] = {}
         self.address = mx.array(np.array([pointer.value], np.uint64))
 
 
@@ -222,12 +271,6 @@ def _put_kernel(count: int) -> Any:
         name=f"put_{count}",
         input_names=["where"],
         output_names=_names(count),
-        source=_BEGIN + "".join(_PUT.format(n) for n in range(count)),
+        source=_BEGIN + "".join(_PUT.format(n) for n in range(count)) + _COUNT,
         header=_COPY,
     )
-
-
-def _grid(sizes: Sequence[int]) -> dict[str, tuple[int, int, int]]:
-    """One block where its end is watched, else enough to keep the bus busy."""
-    blocks = 1 if _length(sizes) <= WATCHED_BYTES else _BLOCKS
-    return {"grid": (blocks * _THREADS, 1, 1), "threadgroup": (_THREADS, 1, 1)}

@@ -67,17 +67,28 @@ class DeviceLayer(MlxLayer):
         precise: bool,
     ) -> NDArray[np.float32]:
         """See Layer."""
-        slots, counts = self._resident.slots(ids), np.diff(offsets)
+        slots = self._resident.slots(ids)
         if mode == SUM and len(rows) == 1:
             made = self._sum_of_row(*self._transfer.put(rows, slots[None], weights[None]))
-        elif each := same(counts):
-            shape = (-1, each)
-            x, s, w = self._transfer.put(rows, slots.reshape(shape), weights.reshape(shape))
-            made = _finish(mode, self._values(mode, x, s), w)
         else:
-            made = self._ragged(mode, rows, counts, slots, weights)
+            made = self._many(mode, rows, np.diff(offsets), slots, weights)
         found: NDArray[np.float32] = self._transfer.fetch(made)[0]
         return found
+
+    def _many(
+        self,
+        mode: int,
+        rows: NDArray[np.float32],
+        counts: Counts,
+        slots: NDArray[np.uint32],
+        weights: NDArray[np.float32],
+    ) -> mx.array:
+        each = same(counts)
+        if not each:
+            return self._ragged(mode, rows, counts, slots, weights)
+        shape = (-1, each)
+        x, s, w = self._transfer.put(rows, slots.reshape(shape), weights.reshape(shape))
+        return _finish(mode, self._values(mode, x, s), w)
 
     def _ragged(
         self,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,6 +12,81 @@ from expert_network.transfer import PinnedTransfer, Transfer, transfer_for
 from tests.support.threads import on_a_thread
 
 NAME = detect("mlx").name
+
+
+class Device:
+    """Stands in for the driver and our kernels: what they do with memory, done by the host.
+
+    `reads` is whether a put's arrays read the inbox at once, or only when `read` is called.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads = True
+        self.launches: list[tuple[str, int]] = []
+        self.freed = 0
+        self._boxes: dict[int, Any] = {}
+        self._unread: list[Any] = []
+        monkeypatch.setattr("ctypes.CDLL", lambda _: self)
+        monkeypatch.setattr(transfer._Pinned, "_take", self._take)
+        monkeypatch.setattr(transfer, "_fetch_kernel", lambda count: self._fetch)
+        monkeypatch.setattr(transfer, "_put_kernel", lambda count: self._put)
+
+    def cuMemFreeHost(self, address: object) -> int:
+        self.freed += 1
+        return 0
+
+    def read(self) -> None:
+        """Do what was put off."""
+        for header in self._unread:
+            header[0] += 1
+        self._unread.clear()
+
+    @staticmethod
+    def _take(box: Any, capacity: int) -> None:
+        box._memory = np.zeros(64 + capacity, np.uint8)
+        box.header = box._memory[:64].view(np.uint32)
+        box.address, box._plans = box, {}
+
+    def _fetch(self, *, inputs: Any, grid: Any, **_: Any) -> list[mx.array]:
+        *arrays, box = inputs
+        self.launches.append(("fetch", grid[0]))
+        place = 64
+        for size, array in zip(box.header[1:].tolist(), arrays, strict=False):
+            data = np.asarray(mx.contiguous(array)).tobytes()
+            assert size == len(data)
+            box._memory[place : place + size] = np.frombuffer(data, np.uint8)
+            place += -(-size // 16) * 16
+        box.header[0] += 1
+        return [mx.zeros(16)]
+
+    def _put(
+        self, *, inputs: Any, output_shapes: Any, output_dtypes: Any, grid: Any, **_: Any
+    ) -> list[mx.array]:
+        (box,) = inputs
+        self.launches.append(("put", grid[0]))
+        made, place, sizes = [], 64, box.header[1:].tolist()
+        for size, shape, dtype in zip(sizes, output_shapes, output_dtypes, strict=False):
+            raw = mx.array(box._memory[place : place + size].copy())
+            made.append(raw.view(dtype).reshape(shape))
+            place += -(-size // 16) * 16
+        if self.reads:
+            box.header[0] += 1
+        else:
+            self._unread.append(box.header)
+        return made
+
+
+@pytest.fixture(params=["here", "device"])
+def moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Transfer:
+    """What moves values here, and the way over pinned memory with a device that we play."""
+    if request.param == "here":
+        return transfer_for(NAME)
+    if NAME == "mlx-cuda":
+        pytest.skip("there is a real device")
+    Device(monkeypatch)
+    return PinnedTransfer()
+
+
 DTYPES = ("float32", "float16", "uint32", "uint16", "int8", "uint8")
 
 
@@ -26,9 +103,8 @@ def test_the_backend_decides() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 8), (3, 5), (7,), (300, 700)])
-def test_values_come_back(dtype: str, shape: tuple[int, ...]) -> None:
+def test_values_come_back(moving: Transfer, dtype: str, shape: tuple[int, ...]) -> None:
     """Whatever is put is fetched again, short or long, odd sizes beside even ones."""
-    moving = transfer_for(NAME)
     values = some(dtype, *shape), some("float32", 3, 2), some("uint8", 5)
     arrays = moving.put(*values)
     assert [array.shape for array in arrays] == [value.shape for value in values]
@@ -38,9 +114,9 @@ def test_values_come_back(dtype: str, shape: tuple[int, ...]) -> None:
         assert np.array_equal(fetched, value)
 
 
-def test_values_may_change_afterwards() -> None:
+def test_values_may_change_afterwards(moving: Transfer) -> None:
     """What was put is not what the caller writes into its memory next."""
-    moving, value = transfer_for(NAME), some("float32", 4, 16)
+    value = some("float32", 4, 16)
     expected = value.copy()
     (first,) = moving.put(value)
     value[:] = -1
@@ -50,18 +126,17 @@ def test_values_may_change_afterwards() -> None:
     assert np.array_equal(moving.fetch(first + 0)[0], expected)
 
 
-def test_fetched_values_stay() -> None:
+def test_fetched_values_stay(moving: Transfer) -> None:
     """What was fetched does not change with the next call; parts of arrays come as parts."""
-    moving = transfer_for(NAME)
     rows = mx.arange(64).reshape(4, 16)
     first = moving.fetch(rows + 0)[0]
     assert np.array_equal(moving.fetch((rows * 2)[1:3, 1:])[0], np.asarray(rows)[1:3, 1:] * 2)
     assert np.array_equal(first, np.arange(64).reshape(4, 16))
 
 
-def test_threads_take_turns() -> None:
+def test_threads_take_turns(moving: Transfer) -> None:
     """One transfer serves threads that come one after the other, as a node's links do."""
-    moving, value = transfer_for(NAME), some("float32", 1, 64)
+    value = some("float32", 1, 64)
 
     def there_and_back() -> bool:
         (array,) = moving.put(value)
@@ -70,12 +145,76 @@ def test_threads_take_turns() -> None:
     assert all(on_a_thread(there_and_back) for _ in range(3))
 
 
-@pytest.mark.skipif(NAME != "mlx-cuda", reason="pinned memory is for CUDA")
-def test_long_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too long for pinned memory, or too slow to be watched: the values are right all the same."""
+def test_short_values_take_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch whose end is watched has one block of threads; a long one has many."""
+    device = Device(monkeypatch)
     moving = PinnedTransfer()
-    for name, value in (("WATCH_S", 0.0), ("PINNED_BYTES", 100)):
-        monkeypatch.setattr(transfer, name, value)
-        values = some("float32", 100, 100)
-        (array,) = moving.put(values)
-        assert np.array_equal(moving.fetch(array * 2)[0], values * 2)
+    for count in (1, 1000):
+        moving.fetch(*moving.put(some("float32", count, 64)))
+    one, many = 512, 512 * 64
+    assert device.launches == [("put", one), ("fetch", one), ("put", many), ("fetch", many)]
+
+
+def test_memory_grows_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer values get more memory, once; the longest go as MLX moves them."""
+    device = Device(monkeypatch)
+    moving = PinnedTransfer()
+    for _ in range(3):
+        for count in (1, 1000, 400):
+            value = some("float32", count, 64)
+            assert np.array_equal(moving.fetch(*moving.put(value))[0], value)
+    assert device.freed == 2  # an outbox and an inbox
+    monkeypatch.setattr(transfer, "PINNED_BYTES", 100)
+    before, value = len(device.launches), some("float32", 30, 30)
+    assert np.array_equal(moving.fetch(*moving.put(value))[0], value)
+    assert len(device.launches) == before
+
+
+def test_the_inbox_is_read_before_it_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was put and not read yet is asked for before the next values take its place."""
+    device = Device(monkeypatch)
+    evaluated: list[Any] = []
+    moving, value = PinnedTransfer(), some("float32", 4)
+
+    def evaluate(*arrays: Any) -> None:
+        evaluated.append(arrays)
+        device.read()
+
+    monkeypatch.setattr(mx, "eval", evaluate)
+    moving.put(value)
+    moving.put(value)
+    assert not evaluated
+    device.reads = False
+    first = moving.put(value)
+    moving.put(value)
+    assert evaluated == [(list(first),)]
+
+
+def test_a_thread_that_gave_up_keeps_its_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lazy arrays of another thread are left alone with their memory; others get new memory."""
+    device = Device(monkeypatch)
+    moving, value = PinnedTransfer(), some("float32", 4)
+    device.reads = False
+    moving.put(value)
+    before = moving._inbox
+    device.reads = True
+
+    def not_here(*_: object) -> None:
+        raise RuntimeError("There is no Stream(gpu, 0) in current thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", not_here)
+        (array,) = moving.put(value * 2)
+    assert moving._inbox is not before
+    assert not device.freed
+    assert np.array_equal(np.asarray(array), value * 2)
+    assert np.array_equal(moving.fetch(*moving.put(value * 3))[0], value * 3)
+
+
+@pytest.mark.skipif(NAME != "mlx-cuda", reason="pinned memory is for CUDA")
+def test_slow_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes too long to be watched is waited for."""
+    monkeypatch.setattr(transfer, "WATCH_S", 0.0)
+    moving, values = PinnedTransfer(), some("float32", 100, 100)
+    (array,) = moving.put(values)
+    assert np.array_equal(moving.fetch(array * 2)[0], values * 2)
