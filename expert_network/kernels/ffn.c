@@ -7,10 +7,12 @@
 #include "scratch.h"
 #include "table.h"
 
-/* Columns in a task: long enough for streams, short enough to share evenly. */
-#define SHARE 32
-/* Pairs that one product multiplies. */
-#define PAIRS 96
+/* Columns in a task, at most: long streams of weights where few pairs use them. At least LEAST, so
+ * that the threads share evenly; where many pairs use weights these stay in the cache anyway. */
+#define MOST_SHARE 128
+#define LEAST_SHARE 32
+/* Pairs that one product multiplies, times columns. */
+#define PRODUCT (96 * LEAST_SHARE)
 /* Pairs computed at once: bounds memory, and is enough to read weights seldom. */
 #define MOST_PAIRS 8192
 
@@ -18,7 +20,7 @@
  * expert number n of `experts` has those from starts[n] to starts[n + 1]. */
 struct slab {
     const struct ffn *ffn;
-    long first_row, rows, pairs, experts;
+    long first_row, rows, pairs, experts, up_share, down_share;
     uint32_t *order, *starts, *expert, *row_of;
     struct layout gate_layout, up_layout, down_layout;
     char *gate_rows, *up_rows, *hidden_rows;    /* prepared; gate_rows may be up_rows */
@@ -26,7 +28,15 @@ struct slab {
     atomic_int failed;
 };
 
-static long shares_of(long columns) { return (columns + SHARE - 1) / SHARE; }
+static long shares_of(long columns, long share) { return (columns + share - 1) / share; }
+
+/* Columns of each task, for `experts` (1 if a task is for all of them) times `columns`. */
+static long share_of(const struct slab *s, long experts, long columns) {
+    long share = s->pairs > 4 * s->experts ? LEAST_SHARE : MOST_SHARE;
+    while (share > LEAST_SHARE && experts * shares_of(columns, share) < 8L * pool_threads())
+        share /= 2;
+    return share;
+}
 
 static uint32_t first_pair(const struct slab *s) { return s->ffn->offsets[s->first_row]; }
 
@@ -60,34 +70,35 @@ static void prepare_row(void *context, long index, int thread) {
         kernels->prepare(&s->gate_layout, x, s->gate_rows + (size_t)index * s->gate_layout.bytes);
 }
 
-/* Some pairs of one expert, through columns first..first + count of gate and up. */
+/* Some pairs of one expert, at most PRODUCT / count, through columns of gate and up. */
 static void hide(struct slab *s, long expert, const uint32_t *pairs, long n, long first,
                  long count) {
     const struct ffn *f = s->ffn;
-    float gate[PAIRS][SHARE], up[PAIRS][SHARE], *out[PAIRS];
-    const char *x[PAIRS];
+    float gate[PRODUCT], up[PRODUCT], *out[PRODUCT / LEAST_SHARE] = {NULL};
+    const char *x[PRODUCT / LEAST_SHARE] = {NULL};
     for (long i = 0; i < n; i++) {
         x[i] = s->up_rows + (size_t)s->row_of[pairs[i]] * s->up_layout.bytes;
-        out[i] = up[i];
+        out[i] = up + i * count;
     }
     kernels->product(f->up, &s->up_layout, expert, first, count, x, out, n);
     for (long i = 0; f->gate && i < n; i++) {
         x[i] = s->gate_rows + (size_t)s->row_of[pairs[i]] * s->gate_layout.bytes;
-        out[i] = gate[i];
+        out[i] = gate + i * count;
     }
     if (f->gate) kernels->product(f->gate, &s->gate_layout, expert, first, count, x, out, n);
     for (long i = 0; i < n; i++)
-        kernels->activate(f->activation, f->parameters, f->gate ? gate[i] : up[i], up[i],
-                          s->hidden + pairs[i] * f->down->cols + first, count);
+        kernels->activate(f->activation, f->parameters, (f->gate ? gate : up) + i * count,
+                          up + i * count, s->hidden + pairs[i] * f->down->cols + first, count);
 }
 
 static void hide_share(void *context, long index, int thread) {
     (void)thread;
     struct slab *s = context;
-    long shares = shares_of(s->ffn->up->rows), n = index / shares, first = index % shares * SHARE;
-    long left = s->ffn->up->rows - first, count = left < SHARE ? left : SHARE;
-    for (long p = s->starts[n]; p < s->starts[n + 1]; p += PAIRS) {
-        long pairs = s->starts[n + 1] - p < PAIRS ? s->starts[n + 1] - p : PAIRS;
+    long shares = shares_of(s->ffn->up->rows, s->up_share), n = index / shares;
+    long first = index % shares * s->up_share, left = s->ffn->up->rows - first;
+    long count = left < s->up_share ? left : s->up_share, most = PRODUCT / s->up_share;
+    for (long p = s->starts[n]; p < s->starts[n + 1]; p += most) {
+        long pairs = s->starts[n + 1] - p < most ? s->starts[n + 1] - p : most;
         hide(s, s->expert[n], s->order + p, pairs, first, count);
     }
 }
@@ -102,11 +113,12 @@ static void prepare_hidden(void *context, long index, int thread) {
 /* Columns first..first + count of every pair's output, at out + pair * stride. */
 static void lower(struct slab *s, long first, long count, float *out, long stride) {
     const struct ffn *f = s->ffn;
-    const char *x[PAIRS];
-    float *to[PAIRS];
+    const char *x[PRODUCT / LEAST_SHARE] = {NULL};
+    float *to[PRODUCT / LEAST_SHARE];
+    long most = PRODUCT / LEAST_SHARE;
     for (long n = 0; n < s->experts; n++)
-        for (long p = s->starts[n]; p < s->starts[n + 1]; p += PAIRS) {
-            long pairs = s->starts[n + 1] - p < PAIRS ? s->starts[n + 1] - p : PAIRS;
+        for (long p = s->starts[n]; p < s->starts[n + 1]; p += most) {
+            long pairs = s->starts[n + 1] - p < most ? s->starts[n + 1] - p : most;
             for (long i = 0; i < pairs; i++) {
                 x[i] = s->hidden_rows + (size_t)s->order[p + i] * s->down_layout.bytes;
                 to[i] = out + s->order[p + i] * stride;
@@ -125,7 +137,7 @@ static void add_up(const struct slab *s, const float *outputs, long first, long 
         if (p == end) memset(out, 0, (size_t)count * 4);
         for (long k = p; k < end; k++)
             for (long c = 0; c < count; c++) {
-                float value = outputs[k * SHARE + c] * weights[k];
+                float value = outputs[k * s->down_share + c] * weights[k];
                 out[c] = k == p ? value : out[c] + value;
             }
         p = end;
@@ -136,17 +148,18 @@ static void lower_share(void *context, long index, int thread) {
     (void)thread;
     struct slab *s = context;
     const struct ffn *f = s->ffn;
-    long first = index * SHARE, left = f->down->rows - first, count = left < SHARE ? left : SHARE;
+    long first = index * s->down_share, left = f->down->rows - first;
+    long count = left < s->down_share ? left : s->down_share;
     if (!f->weights) {
         lower(s, first, count, f->out + first_pair(s) * f->down->rows + first, f->down->rows);
         return;
     }
-    float *outputs = scratch((size_t)s->pairs * SHARE * 4);
+    float *outputs = scratch((size_t)(s->pairs * s->down_share) * 4);
     if (!outputs) {
         atomic_store(&s->failed, 1);
         return;
     }
-    lower(s, first, count, outputs, SHARE);
+    lower(s, first, count, outputs, s->down_share);
     add_up(s, outputs, first, count);
     free(outputs);
 }
@@ -179,10 +192,12 @@ static void release(struct slab *s) {
 
 static int run(struct slab *s) {
     if (allocate(s) || group_pairs(s)) return -1;
+    long inner = s->ffn->up->rows, outer = s->ffn->down->rows;
+    s->up_share = share_of(s, s->experts, inner), s->down_share = share_of(s, 1, outer);
     pool_run(prepare_row, s, s->rows);
-    pool_run(hide_share, s, s->experts * shares_of(s->ffn->up->rows));
+    pool_run(hide_share, s, s->experts * shares_of(inner, s->up_share));
     pool_run(prepare_hidden, s, s->pairs);
-    pool_run(lower_share, s, shares_of(s->ffn->down->rows));
+    pool_run(lower_share, s, shares_of(outer, s->down_share));
     return atomic_load(&s->failed) ? -1 : 0;
 }
 

@@ -16,7 +16,8 @@ struct matrix {
     enum format format;
     enum element element;       /* of plain weights, else of scales and biases */
     long count, rows, cols;
-    long group;                 /* elements per scale; 0 in plain weights */
+    long group;                 /* elements per scale, 1 << group_shift; 0 in plain weights */
+    int group_shift;
     size_t row_bytes, scale_bytes;   /* scale_bytes: of a row's scales, or of its biases */
     const uint8_t *weight, *scales, *biases;
     const float *bias;          /* (count, rows) or NULL */

@@ -6,8 +6,10 @@
 #include "scratch.h"
 #include "table.h"
 
-/* Rows of weights in a task: long enough for streams, short enough to share evenly. */
-#define SHARE 32
+/* Rows of weights in a task: long streams for one row of activations, else short enough for the
+ * threads to share evenly. */
+#define MOST_SHARE 128
+#define LEAST_SHARE 32
 /* Rows of activations that one task multiplies. */
 #define ROWS 96
 
@@ -15,7 +17,7 @@ struct linear {
     const struct matrix *matrix;
     const float *x;
     float *out;
-    long rows, shares;
+    long rows, share, shares;
     struct layout layout;
     char *prepared;
 };
@@ -31,8 +33,8 @@ static void multiply(void *context, long index, int thread) {
     (void)thread;
     struct linear *job = context;
     const struct matrix *m = job->matrix;
-    long share = index % job->shares, first = share * SHARE, from = index / job->shares * ROWS;
-    long count = m->rows - first < SHARE ? m->rows - first : SHARE;
+    long first = index % job->shares * job->share, from = index / job->shares * ROWS;
+    long count = m->rows - first < job->share ? m->rows - first : job->share;
     long rows = job->rows - from < ROWS ? job->rows - from : ROWS;
     const char *x[ROWS];
     float *out[ROWS];
@@ -46,7 +48,10 @@ static void multiply(void *context, long index, int thread) {
 static int run(struct linear *job) {
     job->prepared = scratch((size_t)job->rows * job->layout.bytes);
     if (!job->prepared) return -1;
-    job->shares = (job->matrix->rows + SHARE - 1) / SHARE;
+    job->share = job->rows == 1 ? MOST_SHARE : LEAST_SHARE;
+    while (job->share > LEAST_SHARE && job->matrix->rows / job->share < 8L * pool_threads())
+        job->share /= 2;
+    job->shares = (job->matrix->rows + job->share - 1) / job->share;
     pool_run(prepare_row, job, job->rows);
     pool_run(multiply, job, job->shares * ((job->rows + ROWS - 1) / ROWS));
     free(job->prepared);

@@ -80,7 +80,7 @@ static int set_format(struct matrix *m, const char *mode, const char *dtype, int
         PyErr_Format(PyExc_ValueError, "cols: %ld is no multiple of group_size %ld", m->cols, group);
         return -1;
     }
-    m->group = group;
+    m->group = group, m->group_shift = __builtin_ctzl((unsigned long)group);
     m->row_bytes = (size_t)(m->cols * bits / 8);
     m->scale_bytes = (size_t)(m->cols / group) * (m->element == F32 ? 4 : m->element == E8M0 ? 1 : 2);
     return 0;

@@ -72,10 +72,9 @@ class Layer:
         offsets = np.arange(0, len(slots) + 1, EACH, dtype=np.uint32)
         weights = np.full(len(slots), 1 / EACH, np.float32)
         start = perf_counter()
-        kernels.ffn(
-            *(*self.matrices, "swiglu", (), self.x[:rows], offsets, slots, weights, out),
-            precision,
-        )
+        rest: tuple[Any, ...] = (self.x[:rows], offsets, slots, weights, out, precision)
+        gate, up, down = self.matrices
+        kernels.ffn(gate, up, down, "swiglu", (), *rest)
         return perf_counter() - start
 
 

@@ -7,7 +7,7 @@
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp_(-x)); }
 
 /* The normal distribution's cumulative function. -ln(erfc(a)) is close to a polynomial; these
- * coefficients are a fit of ours on [0, 4]: 1e-7 absolute. */
+ * coefficients are a fit of ours on [0, 4], beyond which it is 0: 1e-7 absolute. */
 INLINE vf normal(vf x) {
     static const float c[] = {1.128379464149475f,    0.6366145014762878f,   0.1028067022562027f,
                               -0.019228314980864525f, -6.597767787752673e-05f, 0.0016163969412446022f,
@@ -15,7 +15,7 @@ INLINE vf normal(vf x) {
                               -1.5132134649320506e-05f, 7.447607117683219e-07f};
     vf a = smaller(all(4.0f), (vf)((vi)x & 0x7fffffff) * 0.707106781f), p = all(c[9]);
     for (int n = 8; n >= 0; n--) p = p * a + c[n];
-    vf tail = 0.5f * exp_(-p * a);
+    vf tail = choose_lanes(a == all(4.0f), all(0), 0.5f * exp_(-p * a));
     return choose_lanes(x < 0, tail, 1.0f - tail);
 }
 

@@ -5,8 +5,6 @@
 #include "../matrix.h"
 #include "simd.h"
 
-#define MOST_STEPS 4
-
 INLINE long block_bytes(int format) { return (long)format_steps(format) * 4 * format_bits(format); }
 
 /* Lane l's lowest four fields of `bits` bits, as its four bytes. */
@@ -31,25 +29,15 @@ INLINE vb fp4_values(vb codes) {
     return lookup(twice, codes);
 }
 
-/* The steps of one block. Reads block_bytes(format) bytes and none beyond. */
-INLINE void unpack(int format, const uint8_t *block, vb *steps) {
-    if (format == BITS3 || format == BITS6) {
-        vu words = (vu)words24(block);
-        steps[0] = spread(words, format_bits(format));
-        if (format == BITS3) steps[1] = spread(words >> 12, 3);
-        return;
-    }
-    if (format == BITS5) {
-        steps[0] = spread(words40(block, 0), 5);
-        steps[1] = spread(words40(block, 1) >> 12, 5);
-        return;
-    }
-    vu v = (vu)load_bytes(block);
+/* One step of a block: 4 elements of each lane. Reads no byte beyond block_bytes(format). */
+INLINE vb unpack(int format, const uint8_t *block, int step) {
     int bits = format_bits(format);
-    for (int s = 0; s < format_steps(format); s++) {
-        vb step = bits == 8 ? (vb)v : (vb)(v >> bits * s) & (uint8_t)((1 << bits) - 1);
-        steps[s] = format == FP4 ? fp4_values(step) : step;
-    }
+    if (format == BITS3) return spread((vu)words24(block) >> 12 * step, bits);
+    if (format == BITS5) return spread(words40(block, step) >> 12 * step, bits);
+    if (format == BITS6) return spread((vu)words24(block), bits);
+    if (format == BITS8) return load_bytes(block);
+    vb fields = (vb)((vu)load_bytes(block) >> bits * step) & (uint8_t)((1 << bits) - 1);
+    return format == FP4 ? fp4_values(fields) : fields;
 }
 
 /* `count` elements (8 at most, then 0) as floats. */
@@ -76,7 +64,7 @@ INLINE vf load_elements(enum element element, const uint8_t *p, long count) {
  * bias, with q as unpack gives it. Beyond the row's groups both are 0. */
 INLINE void load_scales(const struct matrix *m, long row, long first, vf *scale, vf *bias) {
     long size = m->element == F32 ? 4 : m->element == E8M0 ? 1 : 2;
-    long count = m->cols / m->group - first;
+    long count = (m->cols >> m->group_shift) - first;
     size_t at = (size_t)row * m->scale_bytes + (size_t)(first * size);
     *scale = load_elements(m->element, m->scales + at, count);
     if (m->format != FP4) {

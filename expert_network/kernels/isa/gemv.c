@@ -1,8 +1,11 @@
 /* Products of one row of activations: weights are used as they come from memory. */
 #include "product.h"
 
-/* Rows of weights at once: streams for the memory, chains for the processor. */
+/* Rows of weights at once: chains for the processor, and streams for the memory, each through rows
+ * that follow one another: neighbours in step would be one stream, which is read half as fast. */
 #define STREAMS 4
+/* Bytes between what is computed and what is asked for. */
+#define AHEAD 2048
 
 /* A prepared row. */
 struct row {
@@ -27,75 +30,96 @@ INLINE void take_groups(int precision, const struct matrix *m, long n, const str
         store(out + g, scale);
         *total = fma_(bias, load(row->sums + c->first_group + g), *total);
     }
+    /* The lanes beyond the groups of a block that is cut short. */
+    store(out + c->groups, all(0));
 }
 
-INLINE vf dot(int format, int precision, const vb *q, const struct row *row, long block) {
-    long at = block * 32 * format_steps(format);
-    if (precision) return dot_bytes(format, q, (const int8_t *)row->x + at, row->extra + at / 4);
-    return dot_floats(format, q, (const float *)row->x + at);
+/* total += the block's share of the product; block `block` of the row, `at` of its chunk. */
+INLINE void take_block(int format, int precision, int per, int rows, struct blocks w, int shift,
+                       const struct row *row, long block, long at,
+                       const float scales[STREAMS][CHUNK_GROUPS + LANES], vf *total) {
+    long place = block * 32 * format_steps(format);
+    vf sum[STREAMS];
+    if (precision)
+        dot_bytes(format, rows, w, (const int8_t *)row->x + place, row->extra + place / 4, sum);
+    else
+        dot_floats(format, rows, w, (const float *)row->x + place, sum);
+    for (int r = 0; r < rows; r++)
+        total[r] = fma_(sum[r], lanes_of(scales[r], at, per, shift), total[r]);
 }
 
-/* out[0..rows) = weights' rows n.. times the row; `rows` is a constant, at most STREAMS. */
+/* A row's last block, if it is cut short: of a copy that is followed by zeros. */
+INLINE struct blocks whole_blocks(int format, int rows, struct blocks w, int cut,
+                                  uint8_t copy[STREAMS][64]) {
+    for (int r = 0; r < rows; r++) {
+        memset(copy[r], 0, 64);
+        memcpy(copy[r], w.first + r * w.stride, (size_t)(cut * format_bits(format) / 8));
+    }
+    return (struct blocks){copy[0], 64};
+}
+
+/* out[r * apart] = weights' row n + r * apart times the row, for r below the constant `rows`. */
 INLINE void streams(int format, int precision, int per, int rows, const struct matrix *m,
-                    int shift, long n, const struct row *row, float *out) {
-    float scales[STREAMS][CHUNK_GROUPS + LANES] = {{0}};
+                    int shift, long n, long apart, const struct row *row, float *out) {
+    float scales[STREAMS][CHUNK_GROUPS + LANES];
     vf total[STREAMS];
-    vb q[MOST_STEPS];
     for (int r = 0; r < rows; r++) total[r] = all(0);
     for (long at = 0; at < m->cols; at += CHUNK) {
         struct chunk c = chunk_at(format, m, at);
-        const uint8_t *w = m->weight + (size_t)n * m->row_bytes;
-        w += c.first_block * block_bytes(format);
+        struct blocks w = {m->weight + (size_t)n * m->row_bytes, (size_t)apart * m->row_bytes};
+        w.first += c.first_block * block_bytes(format);
         for (int r = 0; r < rows; r++)
-            take_groups(precision, m, n + r, &c, row, scales[r], &total[r]);
-        for (long b = 0; b < c.blocks; b++, w += block_bytes(format))
-            for (int r = 0; r < rows; r++) {
-                const uint8_t *p = w + (size_t)r * m->row_bytes;
-                __builtin_prefetch(p + STREAMS * m->row_bytes);
-                unpack(format, p, q);
-                vf sum = dot(format, precision, q, row, c.first_block + b);
-                total[r] = fma_(sum, lanes_of(scales[r], b, per, shift), total[r]);
-            }
-        for (int r = 0; c.cut && r < rows; r++) {
-            unpack_cut(format, w + (size_t)r * m->row_bytes, c.cut, q);
-            vf sum = dot(format, precision, q, row, c.first_block + c.blocks);
-            total[r] = fma_(sum, lanes_of(scales[r], c.blocks, per, shift), total[r]);
+            take_groups(precision, m, n + r * apart, &c, row, scales[r], &total[r]);
+        for (long b = 0; b < c.blocks; b++, w.first += block_bytes(format)) {
+            for (int r = 0; r < rows; r += 2)
+                __builtin_prefetch(w.first + (size_t)(r + (b & 1)) * w.stride + AHEAD);
+            take_block(format, precision, per, rows, w, shift, row, c.first_block + b, b, scales,
+                       total);
+        }
+        if (c.cut) {
+            uint8_t copy[STREAMS][64];
+            w = whole_blocks(format, rows, w, c.cut, copy);
+            take_block(format, precision, per, rows, w, shift, row, c.first_block + c.blocks,
+                       c.blocks, scales, total);
         }
     }
-    for (int r = 0; r < rows; r++) out[r] = sum_lanes(total[r]);
+    for (int r = 0; r < rows; r++) out[r * apart] = sum_lanes(total[r]);
 }
 
 INLINE void quantized(int format, int precision, int per, const struct matrix *m,
                       const struct layout *layout, long n, long count, const char *x, float *out) {
     struct row row = row_at(layout, x);
-    long done = 0;
-    for (; done + STREAMS <= count; done += STREAMS)
-        streams(format, precision, per, STREAMS, m, layout->shift, n + done, &row, out + done);
-    for (; done < count; done++)
-        streams(format, precision, per, 1, m, layout->shift, n + done, &row, out + done);
+    long apart = count / STREAMS, done = 0;
+    for (; done < apart; done++)
+        streams(format, precision, per, STREAMS, m, layout->shift, n + done, apart, &row,
+                out + done);
+    for (done = apart * STREAMS; done < count; done++)
+        streams(format, precision, per, 1, m, layout->shift, n + done, 1, &row, out + done);
 }
 
 INLINE void plain_streams(enum element element, int rows, const struct matrix *m, long n,
-                          const float *x, float *out) {
+                          long apart, const float *x, float *out) {
     long size = element == F32 ? 4 : 2;
     const uint8_t *w = m->weight + (size_t)n * m->row_bytes;
+    size_t stride = (size_t)apart * m->row_bytes;
     vf total[STREAMS];
     for (int r = 0; r < rows; r++) total[r] = all(0);
     for (long k = 0; k < m->cols; k += LANES)
         for (int r = 0; r < rows; r++) {
-            const uint8_t *p = w + (size_t)r * m->row_bytes + k * size;
-            __builtin_prefetch(p + STREAMS * m->row_bytes);
+            const uint8_t *p = w + (size_t)r * stride + k * size;
+            __builtin_prefetch(p + AHEAD);
             total[r] = fma_(load_elements(element, p, m->cols - k), load(x + k), total[r]);
         }
-    for (int r = 0; r < rows; r++) out[r] = sum_lanes(total[r]);
+    for (int r = 0; r < rows; r++) out[r * apart] = sum_lanes(total[r]);
 }
 
 INLINE void plain(enum element element, const struct matrix *m, long n, long count, const float *x,
                   float *out) {
-    long done = 0;
-    for (; done + STREAMS <= count; done += STREAMS)
-        plain_streams(element, STREAMS, m, n + done, x, out + done);
-    for (; done < count; done++) plain_streams(element, 1, m, n + done, x, out + done);
+    long apart = count / STREAMS, done = 0;
+    for (; done < apart; done++)
+        plain_streams(element, STREAMS, m, n + done, apart, x, out + done);
+    for (done = apart * STREAMS; done < count; done++)
+        plain_streams(element, 1, m, n + done, 1, x, out + done);
 }
 
 /* Functions of their own: the compiler sees one loop at a time. */

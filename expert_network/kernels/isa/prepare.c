@@ -99,8 +99,6 @@ static void clear_groups(const struct layout *layout, char *row) {
     memset(row + layout->at_scales, 0, layout->bytes - layout->at_scales);
 }
 
-#define EACH_FORMAT(X) X(BITS2) X(BITS3) X(BITS4) X(BITS5) X(BITS6) X(BITS8) X(FP4)
-
 void ISA(prepare)(const struct layout *layout, const float *x, char *row) {
     if (layout->format == PLAIN) {
         size_t used = (size_t)layout->cols * 4;
