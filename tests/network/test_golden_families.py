@@ -31,7 +31,8 @@ def errors(checkpoint: Path, folder: Path, kernels: Kernels) -> npt.NDArray[np.f
     model: Any = load_trunk(store, backend, experts, "exact")
     with np.load(checkpoint / "reference.npz") as reference:
         found: npt.NDArray[np.float32] = np.array(model(mx.array(reference["ids"]))[0])
-        return found - reference["logits"]
+        expected: npt.NDArray[np.float32] = reference["logits"]
+    return found - expected
 
 
 @pytest.mark.parametrize("checkpoint", FAMILIES, ids=lambda path: path.name)
