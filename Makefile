@@ -56,7 +56,7 @@ check: $(TOOLS) ## Format, lint, types, import contracts, then the tests: what C
 	$(BIN)/mypy
 	$(BIN)/pytest $(ARGS)
 
-bench: $(TOOLS) ## Measure this machine against llama.cpp and mlx-lm: an hour, 20 GB (ARGS=--quick: less)
+bench: $(TOOLS) ## Measure against llama.cpp and mlx-lm (an hour, 20 GB)
 	$(BIN)/python -m tests.bench $(ARGS)
 
 format: $(TOOLS) ## Format the code and mend what the linter can

@@ -19,7 +19,6 @@ from typing import Any
 from expert_driver.bench.conditions import conditions, load
 from expert_network.commandline import progress
 from tests.bench import fanout, growth, llama, peers
-from tests.bench.models import make_store
 from tests.bench.shapes import shape_named
 
 PARTS = ("kernels", "dispatch", "peers", "growth")
@@ -28,16 +27,16 @@ FANOUTS = (2, 8)  # nodes
 Result = dict[str, Any]
 
 
-def kernels(options: argparse.Namespace, shape: str) -> Result:
-    """`expert-net bench` of the kernels alone, in a process of its own."""
-    with progress() as report:
-        store = make_store(shape_named(shape), options.dir, report)
-    words = ["bench", str(store), "--only", "kernels", "--json"]
-    words += ["--rounds", "2" if options.quick else "9", "--threads", str(options.threads)]
-    command = [sys.executable, "-m", "expert_driver", *words]
+def kernels(options: argparse.Namespace) -> Result:
+    """tests/bench/kernels.py on one thread and on all, in a process of its own."""
+    threads = sorted({1, options.threads})
+    words = ["--threads", *map(str, threads), "--rounds", "10" if options.quick else "40"]
+    command = [sys.executable, "-m", "tests.bench.kernels", *words]
+    before = conditions()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    found = before | {"load_after": load()}
     result: Result = json.loads(done.stdout)
-    return result
+    return {"format": "expert-network-kernels", "version": 1, "conditions": found} | result
 
 
 def dispatch(options: argparse.Namespace) -> Result:
@@ -68,7 +67,7 @@ def jobs(options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
     """What is to be measured, by the name of its file."""
     first, *_ = options.shapes
     found: dict[str, Callable[[], Result]] = {
-        f"kernels-{first}": partial(kernels, options, first),
+        "kernels": partial(kernels, options),
         "dispatch": partial(dispatch, options),
     }
     for shape in options.shapes:

@@ -113,6 +113,24 @@ def bench_part(result: Result) -> str:
     return table(("", "median (least to most)", ""), rows) + f"\n{where(result)}"
 
 
+def kernels_part(result: Result) -> str:
+    """Each precision on one thread and on all, beside the line of memory."""
+
+    def cells(run: Result, part: str, name: str) -> str:
+        one = run[part][name]
+        return f"{number(one['median'])} ({number(one['low'])} to {number(one['high'])})"
+
+    rows = []
+    for run in result["results"]:
+        threads = f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}"
+        rows.append([f"memory, {threads}", cells(run, "decode_GBps", "line"), "1", ""])
+        for name in ("int8", "f32"):
+            figures = ("decode_GBps", "of_line", "prefill_GFLOPS")
+            rows.append([f"{name}, {threads}", *(cells(run, part, name) for part in figures)])
+    headers = (f"kernels: {result['isa']}", "1 row: GB/s", "of memory's", "512 rows: GFLOP/s")
+    return table(headers, rows) + f"\n{where(result)}"
+
+
 def dispatch_part(result: Result) -> str:
     """Our dispatch beside a bare fan-out of the same bytes, for each number of nodes."""
     rows = [
@@ -133,6 +151,7 @@ PARTS: dict[str, Callable[[Result], str]] = {
     "expert-network-peers": peers_part,
     "expert-network-growth": growth_part,
     "expert-network-bench": bench_part,
+    "expert-network-kernels": kernels_part,
     "expert-network-dispatch": dispatch_part,
 }
 

@@ -56,9 +56,10 @@ class Report:
         said, where = self.subject, self.conditions
         reading, decoding = WARM_UP
         versions = ", ".join(f"{name} {found}" for name, found in where["packages"].items())
+        threads = f", {said['threads']} threads" if said["threads"] else ""
         return [
             f"{said['name']} ({said['model_type']}, {said['layers']} MoE layers of "
-            f"{said['experts']} experts) {said['where']}; {said['computing']}",
+            f"{said['experts']} experts) {said['where']}; {said['computing']}{threads}",
             f"{where['cpu']}, {where['cores']} cores, {where['system']}; "
             f"load {where['load']} before, {where['load_after']} after",
             f"expert-network {where['expert-network']}, {versions}; {where['date']}",

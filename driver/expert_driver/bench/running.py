@@ -16,6 +16,7 @@ from expert_driver.bench.weights import Weights, bytes_per_token, per_token
 from expert_driver.config import NetworkConfig
 from expert_driver.opening import Session, opened
 from expert_driver.trace import Tracer, watching
+from expert_network import kernels
 from expert_network.backend import detect
 from expert_network.progress import Progress
 
@@ -67,6 +68,7 @@ def _subject(session: Session) -> dict[str, object]:
         "nodes": names,
         "where": where,
         "computing": session.computing,
+        "threads": kernels.threads() if session.computing.startswith("native") else None,
     }
 
 
