@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from math import ceil
 from typing import Any, cast
 
@@ -27,13 +26,14 @@ from expert_driver.figures import Finish, Timing
 from expert_driver.passes.passes import Chunk, Passes, cut
 from expert_driver.times import Watch
 from expert_network.errors import InputError
+from expert_network.model.host import HostArray
 
 CHUNK = 512  # tokens of a prompt in one pass: bounds the graph, the dispatches and the mask
 HALVED = 64  # tokens from which on a prompt is worth two passes, which read weights twice
 LOGITS = 1 << 24  # logits of one pass that are all kept: 64 MB in float32
 CLEAR_EVERY = 256  # tokens between two returns of MLX's spare buffers, as mlx-lm does
 
-Sampler = Callable[[mx.array], mx.array]
+Sampler = Callable[[mx.array], Any]
 
 
 class Engine:
@@ -85,9 +85,9 @@ class Engine:
         return Generation(self, prompt, context, sampling)
 
     def sampler(self, sampling: Sampling) -> Sampler:
-        """mlx-lm's sampler: logits (1, vocabulary) -> ids (1,)."""
+        """mlx-lm's sampler: logits (1, vocabulary) to what holds one id."""
         if sampling.temp == 0:
-            return partial(mx.argmax, axis=-1)
+            return _greedy
         # mlx-lm refuses a top_k that leaves nothing out.
         top_k = sampling.top_k if sampling.top_k < self.vocabulary else 0
         sampler: Sampler = make_sampler(
@@ -108,7 +108,7 @@ class Engine:
         chunks = [*self._chunks(ids[:-1]), Chunk(ids[-1:], wanted=True)]
         (logits,) = deque(self.passes.run(context, chunks), maxlen=1)
         assert logits is not None
-        return logits[:, -1, :]
+        return logits.reshape(1, -1)
 
     def _chunks(self, ids: Sequence[int]) -> list[Chunk]:
         """`ids` in chunks of at most CHUNK: of one size and an even number, for passes in pairs."""
@@ -172,6 +172,12 @@ class Generation:
 
     def _is_end(self, token: int) -> bool:
         return token in self._engine.eos and not self._sampling.ignore_eos
+
+
+def _greedy(logits: mx.array) -> Any:
+    """The id of the largest logit, found by whoever has them at hand."""
+    values = logits.host if isinstance(logits, HostArray) else None
+    return mx.argmax(logits, axis=-1) if values is None else np.argmax(values)
 
 
 def vocabulary_size(model: Any) -> int:

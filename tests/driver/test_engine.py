@@ -14,6 +14,7 @@ from expert_driver import engine as engine_module
 from expert_driver.config import Sampling
 from expert_driver.engine import Engine, vocabulary_size
 from expert_network.errors import Cancelled, InputError, NodeClosed
+from expert_network.model.host import HostArray
 from tests.driver import tiny
 
 PROMPT = [5, 9, 2, 30, 7]
@@ -54,6 +55,14 @@ def test_greedy_tokens_are_mlx_lms(engine: Engine) -> None:
     """Greedy decoding gives the tokens that mlx-lm's own loop gives."""
     steps = generate_step(mx.array(PROMPT), engine.model, max_tokens=12)
     assert reply(engine) == [int(cast(int, token)) for token, _ in steps]
+
+
+@pytest.mark.parametrize("logits", [[0.5, 2.0, 2.0, -1.0], [float("-inf"), -3.0, -3.0]])
+def test_greedy_takes_the_first_of_the_largest(logits: list[float]) -> None:
+    """Wherever the logits are: in memory already, or yet to be computed."""
+    sampler = Engine(tiny.qwen(), frozenset()).sampler(Sampling())
+    values = np.array([logits], np.float32)
+    assert sampler(mx.array(values)).item() == sampler(HostArray.of(values)).item() == 1
 
 
 def test_chunks_do_not_change_the_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

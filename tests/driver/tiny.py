@@ -11,13 +11,13 @@ from mlx_lm.models import lfm2_moe, qwen3_moe
 VOCABULARY = 48
 
 
-def qwen() -> Module:
+def qwen(hidden: int = 32) -> Module:
     """Two layers of four experts, whose cache can be trimmed."""
     mx.random.seed(7)
     args = cast(Any, qwen3_moe.ModelArgs).from_dict(
         dict(
             model_type="qwen3_moe",
-            hidden_size=32,
+            hidden_size=hidden,
             num_hidden_layers=2,
             intermediate_size=32,
             num_attention_heads=2,

@@ -131,6 +131,8 @@ class NetworkExperts:
             network.exchange.wait(gathering)
             network.used()
             _report(network, gathering, len(experts), entered, evaluated_at, sent)
+            for job in jobs:  # or every dispatch leaves a circle to the garbage collector
+                del job.gathering
 
         return wait
 
