@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from threading import Event
 from time import perf_counter
 
 from tests.support.delay_proxy import delayed
 from tests.support.servers import serving
 
 DELAY_S = 0.02
-LONG = bytes(range(256)) * (1 << 15)  # 8 MB
+LONG = bytes(range(256)) * (1 << 17)  # 32 MB: more than all buffers on the way take
 
 
 def echo(sock: socket.socket) -> None:
@@ -34,15 +35,18 @@ def test_both_ways_are_delayed() -> None:
 
 
 def test_a_stream_is_delayed_once() -> None:
-    """What is sent in many pieces arrives whole, and the delay does not add up over them."""
+    """What is sent in many pieces arrives whole, however late its reader is, and the delay does
+    not add up over the pieces."""
+    sent = Event()
 
     def digest(sock: socket.socket) -> None:
+        assert sent.wait(30)  # all buffers on the way are full by then
         sum_ = hashlib.sha256()
         while data := sock.recv(1 << 16):
             sum_.update(data)
         sock.sendall(sum_.digest())
 
-    pieces = [LONG[start : start + 4096] for start in range(0, len(LONG), 4096)]
+    pieces = [LONG[at : at + (1 << 14)] for at in range(0, len(LONG), 1 << 14)]
     with (
         serving(digest) as port,
         delayed(DELAY_S, [port]) as (near,),
@@ -52,6 +56,7 @@ def test_a_stream_is_delayed_once() -> None:
         for piece in pieces:
             sock.sendall(piece)
         sock.shutdown(socket.SHUT_WR)
+        sent.set()
         assert sock.recv(32) == hashlib.sha256(LONG).digest()
     assert perf_counter() - started < DELAY_S * len(pieces) / 4
 
