@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -14,31 +12,11 @@ import numpy as np
 import pytest
 
 from expert_driver.config import Sampling
-from expert_driver.dispatch.agreement import Wanted
-from expert_driver.engine import Engine
-from expert_driver.passes.passes import Passes
-from expert_network.model.seam import Mode, install
-from expert_protocol.dtypes import WireDType
-from tests.driver import tiny
-from tests.driver.dispatch.test_gathering import experts_of, nodes_of
-from tests.driver.fakes import DIGEST, HIDDEN
+from expert_network.model.seam import Mode
+from tests.driver.remote import LAYERS, remote
 from tests.system.sessions import FULL
 
-LAYERS = 2
 TOKENS = 500 if FULL else 60
-
-
-@contextmanager
-def engine(mode: Mode = "sum") -> Iterator[Engine]:
-    """A tiny model whose experts are on two nodes, behind real sockets."""
-    shape = [(layer, 4) for layer in range(LAYERS)]
-    wanted = Wanted(DIGEST, shape, "float32", mode == "exact", WireDType.F32, row_bytes=72)
-    with nodes_of("a", "b") as nodes, experts_of(nodes, wanted) as experts:
-        for node in nodes:
-            node.dispatches = deque(maxlen=1)  # type: ignore[assignment]
-        model, passes = tiny.qwen(hidden=HIDDEN), Passes()
-        install(model, passes.attend(experts), mode)
-        yield Engine(model, frozenset(), passes)
 
 
 class Waits:
@@ -78,7 +56,7 @@ def _flat(arrays: Sequence[Any]) -> Iterator[Any]:
 @pytest.mark.parametrize("mode", ["sum", "exact"])
 def test_a_layer_waits_for_mlx_once(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that is decoded waits once in each MoE layer, and once for the id that is chosen."""
-    with engine(mode) as made:
+    with remote(mode) as (made, _):
         context, sampler = made.context(), made.sampler(Sampling())
         token = made.step(context, [3], sampler)
         waits = Waits(monkeypatch)
@@ -93,7 +71,7 @@ def test_a_token_leaves_nothing_behind() -> None:
 
     Nor is there anything for the garbage collector to find.
     """
-    with engine() as made:
+    with remote() as (made, _):
         sampling = Sampling(max_tokens=TOKENS + 10)
         tokens = iter(made.generate([3, 5], made.context(), sampling))
         memory(tokens, 10)
