@@ -32,4 +32,7 @@ struct attention {
     size_t scratch_size;
 };
 
+/* Of what precedes `rows`, which was checked. -1 without memory. */
+int attention_run(struct attention *attention);
+
 #endif

@@ -5,9 +5,6 @@
 #include "module.h"
 #include "pool.h"
 
-/* Elements that one thread is done with before another would have woken. */
-#define ALONE 32768
-
 #define FAST(function) {#function, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 
 /* The tasks on the pool without the GIL, or here and now if they are small. */

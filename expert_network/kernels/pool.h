@@ -15,4 +15,7 @@ void pool_set_threads(int n);    /* clamped to 1..POOL_MOST; waits for a run in 
 
 #define POOL_MOST 256
 
+/* Elements that one thread is done with before another would have woken. */
+#define ALONE 32768
+
 #endif
