@@ -25,7 +25,7 @@ static Py_buffer *take(Views *views, PyObject *object, const char *what, char ki
     Py_buffer *view = &views->views[views->count];
     if (PyObject_GetBuffer(object, view, flags | PyBUF_FORMAT)) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "%s: no %s%s buffer", what,
+        PyErr_Format(PyExc_ValueError, "%s: no %s%sbuffer", what,
                      flags & PyBUF_WRITABLE ? "writable " : "",
                      (flags & PyBUF_C_CONTIGUOUS) == PyBUF_C_CONTIGUOUS ? "C-contiguous " : "");
         return NULL;

@@ -19,7 +19,8 @@ from tests.network.kernel_cases import (
     random_weight,
 )
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+if not kernels.available():
+    pytest.skip(kernels.reason(), allow_module_level=True)
 
 # Rows of weights and cols that are no multiple of a block, a chunk or a panel, and one that is.
 SHAPES = [(37, 1), (5, 3), (64, 33), (9, 65)]
@@ -27,7 +28,7 @@ SHAPES = [(37, 1), (5, 3), (64, 33), (9, 65)]
 INT8_ERROR = 0.02
 
 
-@pytest.fixture(params=kernels.isas() if kernels.available() else [])
+@pytest.fixture(params=kernels.isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that runs here."""
     before = kernels.isa()

@@ -71,10 +71,14 @@ static unpacker *unpacker_of(const struct layout *layout) {
     return all_of[layout->format][layout->precision];
 }
 
-/* The sums of a block stay in registers, the totals do not: there is one for every sum. */
-INLINE void multiply_floats(int tall, const struct tile *t) {
+/* The sums of a block stay in registers, the totals do not: there is one for every sum. `tall` is a
+ * constant, and so is `per` where it is 1; else 0 stands for the layout's. */
+INLINE void multiply_floats(int tall, int per, const struct tile *t) {
     const vf *w = t->w;
+    vf total[MOST_TALL][TILE];
     long at = 0;
+    for (int r = 0; r < tall; r++)
+        for (int c = 0; c < TILE; c++) total[r][c] = t->total[r][c];
     for (long b = 0; b < t->blocks; b++) {
         vf sum[MOST_TALL][TILE];
         for (int r = 0; r < tall; r++)
@@ -85,11 +89,12 @@ INLINE void multiply_floats(int tall, const struct tile *t) {
                 for (int c = 0; c < TILE; c++) sum[r][c] = fma_(w[c], x, sum[r][c]);
             }
         for (int c = 0; c < TILE; c++) {
-            vf scale = lanes_of(t->scales[c], t->at + b, t->per, t->shift);
-            for (int r = 0; r < tall; r++)
-                t->total[r][c] = fma_(sum[r][c], scale, t->total[r][c]);
+            vf scale = lanes_of(t->scales[c], t->at + b, per ? per : t->per, t->shift);
+            for (int r = 0; r < tall; r++) total[r][c] = fma_(sum[r][c], scale, total[r][c]);
         }
     }
+    for (int r = 0; r < tall; r++)
+        for (int c = 0; c < TILE; c++) t->total[r][c] = total[r][c];
 }
 
 INLINE void multiply_plain(int tall, const struct tile *t) {
@@ -106,8 +111,8 @@ INLINE void multiply_plain(int tall, const struct tile *t) {
         for (int c = 0; c < TILE; c++) t->total[r][c] = sum[r][c];
 }
 
-/* `steps` and `tall` (1 or 2) are constants. Steps of 0 stand for BITS8's one. */
-INLINE void multiply_bytes(int steps, int tall, const struct tile *t) {
+/* The same for int8, where `tall` is at most 2 and `steps` a constant: 0 stands for BITS8's one. */
+INLINE void multiply_bytes(int steps, int tall, int per, const struct tile *t) {
     float scales[2][TILE][CHUNK_GROUPS + LANES];
     vf total[2][TILE];
     long first = (t->at >> t->shift) * t->per;
@@ -133,7 +138,7 @@ INLINE void multiply_bytes(int steps, int tall, const struct tile *t) {
                 } else {
                     sum = dots_wide((vb)w[c], load_bytes(x), load_ints(t->extra[r] + b * LANES));
                 }
-                vf scale = lanes_of(scales[r][c], t->at + b, t->per, t->shift);
+                vf scale = lanes_of(scales[r][c], t->at + b, per ? per : t->per, t->shift);
                 total[r][c] = fma_(to_float(sum), scale, total[r][c]);
             }
     for (int r = 0; r < tall; r++)
@@ -142,25 +147,31 @@ INLINE void multiply_bytes(int steps, int tall, const struct tile *t) {
 
 typedef void multiplier(const struct tile *);
 
-#define FLOATS(tall)                                                                       \
-    static void multiply_floats_##tall(const struct tile *t) { multiply_floats(tall, t); } \
-    static void multiply_plain_##tall(const struct tile *t) { multiply_plain(tall, t); }
-FLOATS(1) FLOATS(2) FLOATS(3)
-#define BYTES(steps)                                                                        \
-    static void multiply_bytes_##steps##_1(const struct tile *t) { multiply_bytes(steps, 1, t); } \
-    static void multiply_bytes_##steps##_2(const struct tile *t) { multiply_bytes(steps, 2, t); }
-BYTES(0) BYTES(1) BYTES(2) BYTES(4)
+#define PLAIN_TILE(tall) \
+    static void plain_##tall(const struct tile *t) { multiply_plain(tall, t); }
+#define FLOATS(tall, per) \
+    static void floats_##tall##_##per(const struct tile *t) { multiply_floats(tall, per, t); }
+#define BYTES(steps, per)                                                                       \
+    static void bytes_##steps##_1_##per(const struct tile *t) { multiply_bytes(steps, 1, per, t); } \
+    static void bytes_##steps##_2_##per(const struct tile *t) { multiply_bytes(steps, 2, per, t); }
+PLAIN_TILE(1) PLAIN_TILE(2) PLAIN_TILE(3)
+FLOATS(1, 0) FLOATS(2, 0) FLOATS(3, 0) FLOATS(1, 1) FLOATS(2, 1) FLOATS(3, 1)
+BYTES(0, 1) BYTES(1, 1) BYTES(2, 0) BYTES(2, 1) BYTES(4, 0) BYTES(4, 1)
 
 static multiplier *multiplier_of(const struct layout *layout, int tall) {
-    static multiplier *const floats[] = {multiply_floats_1, multiply_floats_2, multiply_floats_3};
-    static multiplier *const plain[] = {multiply_plain_1, multiply_plain_2, multiply_plain_3};
-    static multiplier *const bytes[][2] = {
-        {multiply_bytes_0_1, multiply_bytes_0_2}, {multiply_bytes_1_1, multiply_bytes_1_2},
-        {multiply_bytes_2_1, multiply_bytes_2_2}, {NULL, NULL},
-        {multiply_bytes_4_1, multiply_bytes_4_2}};
+    static multiplier *const plain[] = {plain_1, plain_2, plain_3};
+    static multiplier *const floats[][2] = {
+        {floats_1_0, floats_1_1}, {floats_2_0, floats_2_1}, {floats_3_0, floats_3_1}};
+    static multiplier *const bytes[][2][2] = {
+        {{NULL, bytes_0_1_1}, {NULL, bytes_0_2_1}},
+        {{NULL, bytes_1_1_1}, {NULL, bytes_1_2_1}},
+        {{bytes_2_1_0, bytes_2_1_1}, {bytes_2_2_0, bytes_2_2_1}},
+        {{NULL, NULL}, {NULL, NULL}},
+        {{bytes_4_1_0, bytes_4_1_1}, {bytes_4_2_0, bytes_4_2_1}}};
     if (layout->format == PLAIN) return plain[tall - 1];
-    if (!layout->precision) return floats[tall - 1];
-    return bytes[layout->format == BITS8 ? 0 : format_steps(layout->format)][tall - 1];
+    if (!layout->precision) return floats[tall - 1][layout->per == 1];
+    int steps = layout->format == BITS8 ? 0 : format_steps(layout->format);
+    return bytes[steps][tall - 1][layout->per == 1];
 }
 
 /* A chunk's scales into the panel, and biases into the totals: group by group, as in gemv. */

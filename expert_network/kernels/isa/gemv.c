@@ -35,115 +35,96 @@ INLINE void take_groups(int precision, const struct matrix *m, long n, const str
 }
 
 /* total += the block's share of the product; block `block` of the row, `at` of its chunk. */
-INLINE void take_block(int format, int precision, int per, int rows, struct blocks w, int shift,
+INLINE void take_block(int format, int precision, int per, struct blocks w, int shift,
                        const struct row *row, long block, long at,
                        const float scales[STREAMS][CHUNK_GROUPS + LANES], vf *total) {
     long place = block * 32 * format_steps(format);
     vf sum[STREAMS];
     if (precision)
-        dot_bytes(format, rows, w, (const int8_t *)row->x + place, row->extra + place / 4, sum);
+        dot_bytes(format, STREAMS, w, (const int8_t *)row->x + place, row->extra + place / 4, sum);
     else
-        dot_floats(format, rows, w, (const float *)row->x + place, sum);
-    for (int r = 0; r < rows; r++)
+        dot_floats(format, STREAMS, w, (const float *)row->x + place, sum);
+    for (int r = 0; r < STREAMS; r++)
         total[r] = fma_(sum[r], lanes_of(scales[r], at, per, shift), total[r]);
 }
 
 /* A row's last block, if it is cut short: of a copy that is followed by zeros. */
-INLINE struct blocks whole_blocks(int format, int rows, struct blocks w, int cut,
+INLINE struct blocks whole_blocks(int format, struct blocks w, int cut,
                                   uint8_t copy[STREAMS][64]) {
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < STREAMS; r++) {
         memset(copy[r], 0, 64);
         memcpy(copy[r], w.first + r * w.stride, (size_t)(cut * format_bits(format) / 8));
     }
     return (struct blocks){copy[0], 64};
 }
 
-/* out[r * apart] = weights' row n + r * apart times the row, for r below the constant `rows`. */
-INLINE void streams(int format, int precision, int per, int rows, const struct matrix *m,
+/* Each line once: half of the streams at a time. */
+INLINE void ask_ahead(struct blocks w, long block) {
+    for (int r = 0; r < STREAMS; r += 2)
+        __builtin_prefetch(w.first + (size_t)(r + (block & 1)) * w.stride + AHEAD);
+}
+
+/* out[r * apart] = weights' row n + r * apart times the row, for r below STREAMS. */
+INLINE void streams(int format, int precision, int per, const struct matrix *m,
                     int shift, long n, long apart, const struct row *row, float *out) {
     float scales[STREAMS][CHUNK_GROUPS + LANES];
+    uint8_t copy[STREAMS][64];
     vf total[STREAMS];
-    for (int r = 0; r < rows; r++) total[r] = all(0);
+    for (int r = 0; r < STREAMS; r++) total[r] = all(0);
     for (long at = 0; at < m->cols; at += CHUNK) {
         struct chunk c = chunk_at(format, m, at);
         struct blocks w = {m->weight + (size_t)n * m->row_bytes, (size_t)apart * m->row_bytes};
         w.first += c.first_block * block_bytes(format);
-        for (int r = 0; r < rows; r++)
+        for (int r = 0; r < STREAMS; r++)
             take_groups(precision, m, n + r * apart, &c, row, scales[r], &total[r]);
-        for (long b = 0; b < c.blocks; b++, w.first += block_bytes(format)) {
-            for (int r = 0; r < rows; r += 2)
-                __builtin_prefetch(w.first + (size_t)(r + (b & 1)) * w.stride + AHEAD);
-            take_block(format, precision, per, rows, w, shift, row, c.first_block + b, b, scales,
-                       total);
-        }
-        if (c.cut) {
-            uint8_t copy[STREAMS][64];
-            w = whole_blocks(format, rows, w, c.cut, copy);
-            take_block(format, precision, per, rows, w, shift, row, c.first_block + c.blocks,
-                       c.blocks, scales, total);
+        for (long b = 0; b < c.blocks + (c.cut > 0); b++, w.first += block_bytes(format)) {
+            if (b == c.blocks) w = whole_blocks(format, w, c.cut, copy);
+            else ask_ahead(w, b);
+            take_block(format, precision, per, w, shift, row, c.first_block + b, b, scales, total);
         }
     }
-    for (int r = 0; r < rows; r++) out[r * apart] = sum_lanes(total[r]);
+    for (int r = 0; r < STREAMS; r++) out[r * apart] = sum_lanes(total[r]);
 }
 
-INLINE void quantized(int format, int precision, int per, const struct matrix *m,
-                      const struct layout *layout, long n, long count, const char *x, float *out) {
-    struct row row = row_at(layout, x);
-    long apart = count / STREAMS, done = 0;
-    for (; done < apart; done++)
-        streams(format, precision, per, STREAMS, m, layout->shift, n + done, apart, &row,
-                out + done);
-    for (done = apart * STREAMS; done < count; done++)
-        streams(format, precision, per, 1, m, layout->shift, n + done, 1, &row, out + done);
-}
-
-INLINE void plain_streams(enum element element, int rows, const struct matrix *m, long n,
-                          long apart, const float *x, float *out) {
+INLINE void plain_streams(enum element element, const struct matrix *m, long n, long apart,
+                          const float *x, float *out) {
     long size = element == F32 ? 4 : 2;
     const uint8_t *w = m->weight + (size_t)n * m->row_bytes;
     size_t stride = (size_t)apart * m->row_bytes;
     vf total[STREAMS];
-    for (int r = 0; r < rows; r++) total[r] = all(0);
+    for (int r = 0; r < STREAMS; r++) total[r] = all(0);
     for (long k = 0; k < m->cols; k += LANES)
-        for (int r = 0; r < rows; r++) {
+        for (int r = 0; r < STREAMS; r++) {
             const uint8_t *p = w + (size_t)r * stride + k * size;
             __builtin_prefetch(p + AHEAD);
             total[r] = fma_(load_elements(element, p, m->cols - k), load(x + k), total[r]);
         }
-    for (int r = 0; r < rows; r++) out[r * apart] = sum_lanes(total[r]);
-}
-
-INLINE void plain(enum element element, const struct matrix *m, long n, long count, const float *x,
-                  float *out) {
-    long apart = count / STREAMS, done = 0;
-    for (; done < apart; done++)
-        plain_streams(element, STREAMS, m, n + done, apart, x, out + done);
-    for (done = apart * STREAMS; done < count; done++)
-        plain_streams(element, 1, m, n + done, 1, x, out + done);
+    for (int r = 0; r < STREAMS; r++) out[r * apart] = sum_lanes(total[r]);
 }
 
 /* Functions of their own: the compiler sees one loop at a time. */
-typedef void gemv(const struct matrix *, const struct layout *, long, long, const char *, float *);
+typedef void kernel(const struct matrix *, const struct layout *, long, long, const char *, float *);
 
-#define KERNEL(format, per, precision)                                                          \
+#define KERNEL(format, per, precision)                                                            \
     static void format##_##per##_##precision(const struct matrix *m, const struct layout *layout, \
-                                             long n, long count, const char *x, float *out) {     \
-        quantized(format, precision, per, m, layout, n, count, x, out);                           \
+                                             long n, long apart, const char *x, float *out) {     \
+        struct row row = row_at(layout, x);                                                       \
+        streams(format, precision, per, m, layout->shift, n, apart, &row, out);                   \
     }
 #define BOTH(format, per) KERNEL(format, per, 0) KERNEL(format, per, 1)
 EACH_KERNEL(BOTH)
 
-#define PLAIN_KERNEL(element)                                                            \
+#define PLAIN_KERNEL(element)                                                                \
     static void plain_##element(const struct matrix *m, const struct layout *layout, long n, \
-                                long count, const char *x, float *out) {                     \
+                                long apart, const char *x, float *out) {                     \
         (void)layout;                                                                        \
-        plain(element, m, n, count, (const float *)(const void *)x, out);                    \
+        plain_streams(element, m, n, apart, (const float *)(const void *)x, out);            \
     }
 PLAIN_KERNEL(F32)
 PLAIN_KERNEL(BF16)
 PLAIN_KERNEL(F16)
 
-static gemv *chosen(const struct matrix *m, const struct layout *layout) {
+static kernel *chosen(const struct matrix *m, const struct layout *layout) {
     if (m->format == PLAIN)
         return m->element == F32 ? plain_F32 : m->element == BF16 ? plain_BF16 : plain_F16;
     switch (KERNEL_KEY(layout->format, layout->per)) {
@@ -157,5 +138,13 @@ static gemv *chosen(const struct matrix *m, const struct layout *layout) {
 
 void ISA(gemv)(const struct matrix *m, const struct layout *layout, long n, long count,
                const char *x, float *out) {
-    chosen(m, layout)(m, layout, n, count, x, out);
+    kernel *multiply = chosen(m, layout);
+    long apart = count / STREAMS;
+    for (long done = 0; done < apart; done++)
+        multiply(m, layout, n + done, apart, x, out + done);
+    /* Rows that are left are computed with some that were, or each as all four: to the same bits. */
+    if (apart && count % STREAMS)
+        multiply(m, layout, n + count - STREAMS, 1, x, out + count - STREAMS);
+    for (long left = 0; !apart && left < count; left++)
+        multiply(m, layout, n + left, 0, x, out + left);
 }

@@ -17,8 +17,8 @@ static float quantize(const float *x, long count, int8_t *out) {
     float inverse = top > 1e-35f ? 127.0f / top : 0;
     for (long i = 0; i < count; i += LANES) {
         vf near = (load(x + i) * inverse + to_integer) - to_integer;
-        vi n = __builtin_convertvector(near, vi);
-        for (int l = 0; l < LANES; l++) out[i + l] = (int8_t)n[l];
+        vq n = __builtin_convertvector(__builtin_convertvector(near, vi), vq);
+        memcpy(out + i, &n, sizeof n);
     }
     return scale;
 }
@@ -86,8 +86,10 @@ INLINE void prepare_bytes(int format, const struct layout *layout, const float *
             scales[g] = quantize(x + at + i, group, q + i);
             sums[g] = scales[g] * (float)sum_bytes(q + i, group);
         }
-        for (long i = 0; i < left; i += width)
-            order_bytes(format, q + i, left - i, (int8_t *)row + at + i);
+        long i = 0;
+        for (; i + width <= left; i += width)
+            order_bytes(format, q + i, width, (int8_t *)row + at + i);
+        if (i < left) order_bytes(format, q + i, left - i, (int8_t *)row + at + i);
         if (format == BITS8)
             for (long i = 0; i < left; i += 4)
                 extra[(at + i) / 4] = 128 * (int32_t)sum_bytes(q + i, 4);

@@ -31,6 +31,7 @@ typedef int16_t vs __attribute__((vector_size(32)));
 typedef int8_t vc __attribute__((vector_size(32)));
 typedef uint8_t vb __attribute__((vector_size(32)));
 typedef float vf4 __attribute__((vector_size(16)));
+typedef int8_t vq __attribute__((vector_size(8)));
 typedef uint16_t vh __attribute__((vector_size(16)));
 
 INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
