@@ -16,7 +16,7 @@ from expert_network.model.seam import Mode
 from tests.driver.remote import LAYERS, remote
 from tests.system.sessions import FULL
 
-TOKENS = 500 if FULL else 60
+TOKENS = 500 if FULL else 40
 
 
 class Waits:

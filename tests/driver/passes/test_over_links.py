@@ -44,7 +44,7 @@ def at_dispatch(node: FakeNode, moment: int, act: Callable[[FakeLink], None]) ->
     node.behave = behave
 
 
-@pytest.mark.parametrize("moment", range(1, 8))
+@pytest.mark.parametrize("moment", (1, 2, 4, 7))
 def test_a_node_that_ends_its_link_fails_both_passes(moment: int) -> None:
     """The error comes out, and over new links the same context gives what a fresh one does."""
     with remote() as (engine, nodes):
