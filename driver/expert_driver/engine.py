@@ -29,7 +29,9 @@ from expert_network.errors import InputError
 from expert_network.model.host import HostArray
 
 CHUNK = 512  # tokens of a prompt in one pass: bounds the graph, the dispatches and the mask
-HALVED = 64  # tokens from which on a prompt is worth two passes, which read weights twice
+# Tokens from which on a prompt is worth two passes, which read weights twice. A GPU needs more rows
+# at once, here and on nodes, which are taken to be like the driver.
+HALVED, HALVED_GPU = 64, 512
 LOGITS = 1 << 24  # logits of one pass that are all kept: 64 MB in float32
 CLEAR_EVERY = 256  # tokens between two returns of MLX's spare buffers, as mlx-lm does
 
@@ -112,7 +114,8 @@ class Engine:
 
     def _chunks(self, ids: Sequence[int]) -> list[Chunk]:
         """`ids` in chunks of at most CHUNK: of one size and an even number, for passes in pairs."""
-        if not self.passes.in_pairs or len(ids) < HALVED:
+        halved = HALVED if mx.default_device().type == mx.DeviceType.cpu else HALVED_GPU
+        if not self.passes.in_pairs or len(ids) < halved:
             return cut(ids, CHUNK)
         count = 2 * ceil(len(ids) / (2 * CHUNK))
         return cut(ids, ceil(len(ids) / count))

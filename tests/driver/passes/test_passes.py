@@ -93,6 +93,33 @@ def test_a_prompt_stays_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> No
     assert peaks[1] <= peaks[0] * 1.25 + 4096
 
 
+@pytest.mark.parametrize(
+    ("length", "rows"), [(63, {63}), (64, {32}), (513, {257, 256}), (1025, {257, 254})]
+)
+def test_a_prompt_is_cut_for_pairs(
+    length: int, rows: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are of one size, at most 512 tokens and even in number; short prompts are not cut.
+
+    In exact mode it is so wherever the experts are, since where chunks begin is in the bits.
+    """
+    seen: list[int] = []
+    monkeypatch.setattr(Context, "extend", lambda self, ids: seen.append(len(ids)))
+    model = tiny.qwen()
+    for engine, _ in (far(tiny.qwen()), far(tiny.qwen(), "exact"), here(model, "exact")):
+        engine.prefill(engine.context(), [1] * length)
+        assert set(seen) == rows and sum(seen) == length
+        assert len(seen) == 1 or len(seen) % 2 == 0
+        seen.clear()
+
+
+def here(model: Module, mode: Mode) -> tuple[Engine, OneNode]:
+    """An engine whose experts are in this process, and these."""
+    experts, passes = OneNode(find_switches(model)), Passes()
+    install(model, passes.attend(experts), mode)
+    return Engine(model, frozenset(), passes), experts
+
+
 def breaking_at(moment: int, act: Callable[[], None]) -> Callable[[list[str]], None]:
     """Call `act` once, before the moment-th event."""
     left = [moment]
@@ -192,9 +219,7 @@ def test_a_model_that_comes_back_is_read_one_pass_after_the_other(build: Any) ->
 def test_experts_in_this_process_are_not_interleaved() -> None:
     """There is nothing to wait for; but the last layer's experts are left out here too."""
     model = tiny.qwen()
-    experts, passes = OneNode(find_switches(model)), Passes()
-    install(model, passes.attend(experts), "sum")
-    engine = Engine(model, frozenset(), passes)
-    assert not passes.interleaves
-    engine.prefill(engine.context(), IDS)
+    engine, experts = here(model, "sum")
+    assert not engine.passes.interleaves
+    engine.prefill(engine.context(), IDS * 3)
     assert len(experts.routes) == len(cast(Any, model).layers) - 1
