@@ -103,6 +103,7 @@ def test_a_prompt_is_cut_for_pairs(
 
     In exact mode it is so wherever the experts are, since where chunks begin is in the bits.
     """
+    monkeypatch.setattr(engine_module, "HALVED_GPU", engine_module.HALVED)
     seen: list[int] = []
     monkeypatch.setattr(Context, "extend", lambda self, ids: seen.append(len(ids)))
     model = tiny.qwen()
