@@ -45,16 +45,30 @@ class CannotBuild(Exception):
     """There is no compiler, or it failed. `str()` says which."""
 
 
-def build(root: Path = ROOT, machine: str = "", extra: tuple[str, ...] = ()) -> Path:
-    """Compile what changed and link; the module's path. Raises CannotBuild.
+def build(root: Path = ROOT, extra: tuple[str, ...] = ()) -> Path:
+    """Compile what changed and link; the module's path. `extra` are flags for both steps.
 
-    `machine` is another one to compile for, with a $CC that does; `extra` are flags for both steps.
+    Raises CannotBuild.
     """
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    module = root / MODULE
+    made = module.with_name(f"{module.name}.{os.getpid()}")
+    link(compile_sources(root, extra=extra), made, extra)
+    # A process that has the old one loaded keeps it.
+    made.replace(module)
+    return module
+
+
+def compile_sources(
+    root: Path = ROOT, machine: str = "", extra: tuple[str, ...] = ()
+) -> list[Path]:
+    """Compile what changed, for this machine or, with a $CC that does, another; all objects.
+
+    Raises CannotBuild.
+    """
+    compiler, objects = _compiler(), root / "build/kernels"
     machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(
         (machine or platform.machine()).lower(), machine or platform.machine()
     )
-    objects, module = root / "build/kernels", root / MODULE
     objects.mkdir(parents=True, exist_ok=True)
     isas = {
         name: flags.split()
@@ -70,13 +84,18 @@ def build(root: Path = ROOT, machine: str = "", extra: tuple[str, ...] = ()) -> 
     headers = b"".join(path.read_bytes() for path in sorted((root / KERNELS).rglob("*.h")))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_compile, compiler, *job, headers, objects) for job in jobs]
-        built = [future.result() for future in futures]
+        return [future.result() for future in futures]
+
+
+def link(objects: list[Path], module: Path, extra: tuple[str, ...] = ()) -> None:
+    """Put the module together. Raises CannotBuild."""
     shared = ["-bundle", "-undefined", "dynamic_lookup"] if _darwin() else ["-shared"]
-    made = module.with_name(f"{module.name}.{os.getpid()}")
-    _call([*compiler, *shared, "-pthread", *extra, *map(str, built), "-o", str(made), "-lm"])
-    # A process that has the old one loaded keeps it.
-    made.replace(module)
-    return module
+    files = [*map(str, objects), "-o", str(module)]
+    _call([*_compiler(), *shared, "-pthread", *extra, *files, "-lm"])
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CC", "cc"))
 
 
 def _compile(

@@ -45,32 +45,49 @@ def raw(array: mx.array) -> NDArray[Any]:
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
-def random_weight(
-    form: Format, shape: tuple[int, ...], rng: np.random.Generator, bias: bool = False
-) -> tuple[kernels.Matrix, NDArray[np.float64], Floats]:
-    """A Matrix of `shape` (..., rows, cols), its values, and its bias, zeros if it has none."""
+def stored(form: Format, shape: tuple[int, ...], rng: np.random.Generator) -> list[mx.array]:
+    """A random weight of `shape` (..., rows, cols) as it is stored: with scales and biases."""
     weight = mx.array(rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32))
     weight = weight.astype(getattr(mx, form.dtype))
-    added = rng.normal(size=shape[:-1]).astype(np.float32) * bias
-    more: dict[str, Any] = {"cols": shape[-1], "bias": added if bias else None}
     if form.mode == "plain":
-        plain = kernels.Matrix(raw(weight), mode="plain", dtype=form.dtype, **more)
-        return plain, np.array(weight.astype(mx.float32), np.float64), added
-    packed, scales, *biases = mx.quantize(weight, form.group_size, form.bits, mode=form.mode)
-    matrix = kernels.Matrix(
-        *(raw(part) for part in (packed, scales, *biases)),
+        return [weight]
+    return list(mx.quantize(weight, form.group_size, form.bits, mode=form.mode))
+
+
+def matrix_of(
+    form: Format, parts: list[mx.array], cols: int, bias: Floats | None = None
+) -> kernels.Matrix:
+    """What is stored, for the kernels."""
+    return kernels.Matrix(
+        *(raw(part) for part in parts),
         mode=form.mode,
         dtype=form.dtype,
         bits=form.bits,
         group_size=form.group_size,
-        **more,
+        cols=cols,
+        bias=bias,
     )
-    if biases:
-        scales, biases = scales.astype(mx.float32), [biases[0].astype(mx.float32)]
-    values = mx.dequantize(
-        *(packed, scales, biases[0] if biases else None, form.group_size, form.bits, form.mode)
-    )
-    return matrix, np.array(values.astype(mx.float32), np.float64), added
+
+
+def values_of(form: Format, parts: list[mx.array]) -> NDArray[np.float64]:
+    """What is stored, as MLX unpacks it."""
+    weight, *scales = parts
+    if form.mode == "affine":
+        scale, bias = (part.astype(mx.float32) for part in scales)
+        weight = mx.dequantize(weight, scale, bias, form.group_size, form.bits)
+    elif form.mode == "mxfp4":
+        weight = mx.dequantize(weight, scales[0], None, form.group_size, form.bits, form.mode)
+    return np.array(weight.astype(mx.float32), np.float64)
+
+
+def random_weight(
+    form: Format, shape: tuple[int, ...], rng: np.random.Generator, bias: bool = False
+) -> tuple[kernels.Matrix, NDArray[np.float64], Floats]:
+    """A Matrix of `shape` (..., rows, cols), its values, and its bias, zeros if it has none."""
+    parts = stored(form, shape, rng)
+    added = rng.normal(size=shape[:-1]).astype(np.float32) * bias
+    matrix = matrix_of(form, parts, shape[-1], added if bias else None)
+    return matrix, values_of(form, parts), added
 
 
 def linear(matrix: kernels.Matrix, x: Floats, precision: int = kernels.F32) -> Floats:
