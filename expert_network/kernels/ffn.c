@@ -9,7 +9,7 @@
 
 /* Columns in a task, at most: long streams of weights where few pairs use them. At least LEAST, so
  * that the threads share evenly; where many pairs use weights these stay in the cache anyway. */
-#define MOST_SHARE 128
+#define MOST_SHARE 256
 #define LEAST_SHARE 32
 /* Pairs that one product multiplies, times columns. */
 #define PRODUCT (96 * LEAST_SHARE)
@@ -80,6 +80,7 @@ static void hide(struct slab *s, long expert, const uint32_t *pairs, long n, lon
         x[i] = s->up_rows + (size_t)s->row_of[pairs[i]] * s->up_layout.bytes;
         out[i] = up + i * count;
     }
+    if (f->gate && n == 1) ask_for(f->gate, expert, first, count);
     kernels->product(f->up, &s->up_layout, expert, first, count, x, out, n);
     for (long i = 0; f->gate && i < n; i++) {
         x[i] = s->gate_rows + (size_t)s->row_of[pairs[i]] * s->gate_layout.bytes;
@@ -123,6 +124,7 @@ static void lower(struct slab *s, long first, long count, float *out, long strid
                 x[i] = s->hidden_rows + (size_t)s->order[p + i] * s->down_layout.bytes;
                 to[i] = out + s->order[p + i] * stride;
             }
+            if (n + 1 < s->experts && pairs == 1) ask_for(f->down, s->expert[n + 1], first, count);
             kernels->product(f->down, &s->down_layout, s->expert[n], first, count, x, to, pairs);
         }
 }

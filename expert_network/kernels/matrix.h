@@ -49,6 +49,22 @@ struct layout {
     size_t bytes;               /* a multiple of 64 */
 };
 
+/* Rows of weights that one row of activations goes through at once: chains for the processor, and
+ * streams for the memory, each through rows that follow one another. (Neighbours in step would be
+ * one stream, which is read half as fast.) */
+#define STREAMS 4
+/* Bytes between what is computed and what is asked for. */
+#define AHEAD 2048
+
+/* Ask for the beginnings of the streams through rows first..first + count of matrix `expert`, some
+ * microseconds before they are multiplied by one row: nothing else can see that they come next. */
+static inline void ask_for(const struct matrix *m, long expert, long first, long count) {
+    const uint8_t *p = m->weight + (size_t)(expert * m->rows + first) * m->row_bytes;
+    size_t stream = (size_t)(count / STREAMS) * m->row_bytes;
+    for (size_t at = 0; at < AHEAD && at < stream; at += 64)
+        for (int s = 0; s < STREAMS; s++) __builtin_prefetch(p + (size_t)s * stream + at);
+}
+
 void layout_of(const struct matrix *matrix, int precision, struct layout *layout);
 int layout_same(const struct layout *a, const struct layout *b);
 

@@ -8,7 +8,7 @@
 
 /* Rows of weights in a task: long streams for one row of activations, else short enough for the
  * threads to share evenly. */
-#define MOST_SHARE 128
+#define MOST_SHARE 256
 #define LEAST_SHARE 32
 /* Rows of activations that one task multiplies. */
 #define ROWS 96

@@ -62,13 +62,15 @@ INLINE vf load_elements(enum element element, const uint8_t *p, long count) {
 
 /* The scales and biases of up to 8 groups of one row, from group `first`: element = q * scale +
  * bias, with q as unpack gives it. Beyond the row's groups both are 0. */
-INLINE void load_scales(const struct matrix *m, long row, long first, vf *scale, vf *bias) {
-    long size = m->element == F32 ? 4 : m->element == E8M0 ? 1 : 2;
+INLINE void load_scales(int format, const struct matrix *m, long row, long first, vf *scale,
+                        vf *bias) {
+    enum element element = format == FP4 ? E8M0 : m->element == E8M0 ? F32 : m->element;
+    long size = element == F32 ? 4 : element == E8M0 ? 1 : 2;
     long count = (m->cols >> m->group_shift) - first;
     size_t at = (size_t)row * m->scale_bytes + (size_t)(first * size);
-    *scale = load_elements(m->element, m->scales + at, count);
-    if (m->format != FP4) {
-        *bias = load_elements(m->element, m->biases + at, count);
+    *scale = load_elements(element, m->scales + at, count);
+    if (format != FP4) {
+        *bias = load_elements(element, m->biases + at, count);
         return;
     }
     if (count < LANES) {

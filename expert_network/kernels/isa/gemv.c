@@ -1,12 +1,6 @@
 /* Products of one row of activations: weights are used as they come from memory. */
 #include "product.h"
 
-/* Rows of weights at once: chains for the processor, and streams for the memory, each through rows
- * that follow one another: neighbours in step would be one stream, which is read half as fast. */
-#define STREAMS 4
-/* Bytes between what is computed and what is asked for. */
-#define AHEAD 2048
-
 /* A prepared row. */
 struct row {
     const char *x;
@@ -21,11 +15,11 @@ INLINE struct row row_at(const struct layout *layout, const char *x) {
 }
 
 /* The scales of a chunk's groups into `out`, their biases into `total`. */
-INLINE void take_groups(int precision, const struct matrix *m, long n, const struct chunk *c,
-                        const struct row *row, float *out, vf *total) {
+INLINE void take_groups(int format, int precision, const struct matrix *m, long n,
+                        const struct chunk *c, const struct row *row, float *out, vf *total) {
     for (long g = 0; g < c->groups; g += LANES) {
         vf scale, bias;
-        load_scales(m, n, c->first_group + g, &scale, &bias);
+        load_scales(format, m, n, c->first_group + g, &scale, &bias);
         if (precision) scale *= load(row->scales + c->first_group + g);
         store(out + g, scale);
         *total = fma_(bias, load(row->sums + c->first_group + g), *total);
@@ -34,10 +28,12 @@ INLINE void take_groups(int precision, const struct matrix *m, long n, const str
     store(out + c->groups, all(0));
 }
 
+typedef float groups[STREAMS][CHUNK_GROUPS + LANES];
+
 /* total += the block's share of the product; block `block` of the row, `at` of its chunk. */
 INLINE void take_block(int format, int precision, int per, struct blocks w, int shift,
                        const struct row *row, long block, long at,
-                       const float scales[STREAMS][CHUNK_GROUPS + LANES], vf *total) {
+                       groups scales, vf *total) {
     long place = block * 32 * format_steps(format);
     vf sum[STREAMS];
     if (precision)
@@ -48,14 +44,26 @@ INLINE void take_block(int format, int precision, int per, struct blocks w, int 
         total[r] = fma_(sum[r], lanes_of(scales[r], at, per, shift), total[r]);
 }
 
-/* A row's last block, if it is cut short: of a copy that is followed by zeros. */
-INLINE struct blocks whole_blocks(int format, struct blocks w, int cut,
-                                  uint8_t copy[STREAMS][64]) {
-    for (int r = 0; r < STREAMS; r++) {
-        memset(copy[r], 0, 64);
-        memcpy(copy[r], w.first + r * w.stride, (size_t)(cut * format_bits(format) / 8));
+/* A row's last block, if it is cut short: of copies that are followed by zeros. */
+static __attribute__((noinline)) void take_cut_block(int format, int precision, int per,
+                                                     const struct matrix *m, struct blocks w,
+                                                     int shift, const struct row *row,
+                                                     const struct chunk *c, groups scales,
+                                                     vf *total) {
+    uint8_t copy[STREAMS][64] = {{0}};
+    long block = c->first_block + c->blocks;
+    for (int r = 0; r < STREAMS; r++)
+        memcpy(copy[r], w.first + r * w.stride, (size_t)(c->cut * format_bits(format) / 8));
+    w = (struct blocks){copy[0], 64};
+    switch (m->format) {
+#define CUT(format)                                                                       \
+    case format:                                                                          \
+        if (precision) take_block(format, 1, per, w, shift, row, block, c->blocks, scales, total); \
+        else take_block(format, 0, per, w, shift, row, block, c->blocks, scales, total);  \
+        return;
+        EACH_FORMAT(CUT)
+    case PLAIN: return;
     }
-    return (struct blocks){copy[0], 64};
 }
 
 /* Each line once: half of the streams at a time. */
@@ -67,23 +75,25 @@ INLINE void ask_ahead(struct blocks w, long block) {
 /* out[r * apart] = weights' row n + r * apart times the row, for r below STREAMS. */
 INLINE void streams(int format, int precision, int per, const struct matrix *m,
                     int shift, long n, long apart, const struct row *row, float *out) {
-    float scales[STREAMS][CHUNK_GROUPS + LANES];
-    uint8_t copy[STREAMS][64];
-    vf total[STREAMS];
-    for (int r = 0; r < STREAMS; r++) total[r] = all(0);
+    groups scales;
+    vf until[STREAMS];
+    for (int r = 0; r < STREAMS; r++) until[r] = all(0);
     for (long at = 0; at < m->cols; at += CHUNK) {
         struct chunk c = chunk_at(format, m, at);
         struct blocks w = {m->weight + (size_t)n * m->row_bytes, (size_t)apart * m->row_bytes};
         w.first += c.first_block * block_bytes(format);
         for (int r = 0; r < STREAMS; r++)
-            take_groups(precision, m, n + r * apart, &c, row, scales[r], &total[r]);
-        for (long b = 0; b < c.blocks + (c.cut > 0); b++, w.first += block_bytes(format)) {
-            if (b == c.blocks) w = whole_blocks(format, w, c.cut, copy);
-            else ask_ahead(w, b);
+            take_groups(format, precision, m, n + r * apart, &c, row, scales[r], &until[r]);
+        vf total[STREAMS];
+        for (int r = 0; r < STREAMS; r++) total[r] = until[r];
+        for (long b = 0; b < c.blocks; b++, w.first += block_bytes(format)) {
+            ask_ahead(w, b);
             take_block(format, precision, per, w, shift, row, c.first_block + b, b, scales, total);
         }
+        for (int r = 0; r < STREAMS; r++) until[r] = total[r];
+        if (c.cut) take_cut_block(format, precision, per, m, w, shift, row, &c, scales, until);
     }
-    for (int r = 0; r < STREAMS; r++) out[r * apart] = sum_lanes(total[r]);
+    for (int r = 0; r < STREAMS; r++) out[r * apart] = sum_lanes(until[r]);
 }
 
 INLINE void plain_streams(enum element element, const struct matrix *m, long n, long apart,
