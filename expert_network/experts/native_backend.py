@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Self
 
 import mlx.core as mx
@@ -36,7 +37,7 @@ class NativeLayer:
         matrices: tuple[kernels.Matrix | None, kernels.Matrix, kernels.Matrix],
         activation: Activation,
     ) -> None:
-        self._slots, self._matrices, self._activation = resident.slots, matrices, activation
+        self._resident, self._matrices, self._activation = resident, matrices, activation
         self.spec, self.ids, self.nbytes = resident.spec, resident.ids, resident.nbytes
         self.block_bytes = resident.block_bytes
 
@@ -79,6 +80,12 @@ class NativeLayer:
         scores = weights if mode == SUM else None
         return self._run(rows, offsets.astype(np.uint32), self._slots(ids), scores, precise)
 
+    def _slots(self, ids: NDArray[Any]) -> NDArray[np.uint32]:
+        """Where experts `ids` stand in the matrices. Raises NotOwned."""
+        if len(self.ids) == self.spec.experts and ids.max() < self.spec.experts:
+            return ids.astype(np.uint32, copy=False)
+        return self._resident.slots(ids)
+
     def _run(
         self,
         rows: NDArray[Any],
@@ -110,5 +117,9 @@ def _floats(x: mx.array) -> mx.array:
 
 
 def _offsets(ids: NDArray[Any]) -> NDArray[np.uint32]:
-    rows, each = ids.shape
+    return _equal_offsets(*ids.shape)
+
+
+@lru_cache(64)
+def _equal_offsets(rows: int, each: int) -> NDArray[np.uint32]:
     return np.arange(0, rows * each + 1, each, dtype=np.uint32)

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 from numpy.typing import NDArray
 
 from expert_network.kernels import ops
-from expert_network.model.host import HostArray, evaluated
+from expert_network.model.host import HostArray, Room, evaluated
 
 Host = NDArray[Any]
 
@@ -51,8 +51,11 @@ def install() -> None:
     setattr(KVCache, "update_and_fetch", _update_and_fetch(KVCache.update_and_fetch))  # noqa: B010
 
 
-def _native(x: mx.array) -> bool:
-    return _precise.get() is not None and x.dtype == mx.float32
+def _native(x: mx.array) -> Host | None:
+    """The values of x if native kernels are to work on them."""
+    if _precise.get() is None or x.dtype != mx.float32:
+        return None
+    return x.host if isinstance(x, HostArray) and x.host is not None else evaluated(x)[0]
 
 
 def _attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -66,7 +69,7 @@ def _attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: mx.array | None = None,
         stream: Any = None,
     ) -> mx.array:
-        if not _native(q):
+        if _precise.get() is None or q.dtype != mx.float32:
             return original(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)
         array = mask if isinstance(mask, mx.array) else None
         if array is not None and array.dtype != mx.bool_:
@@ -86,9 +89,9 @@ def _rms_norm(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def rms_norm(
         x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None
     ) -> mx.array:
-        if not _native(x):
+        rows = _native(x)
+        if rows is None:
             return original(x, weight, eps, stream=stream)
-        (rows,) = evaluated(x)
         out = np.empty(rows.shape, np.float32)
         # A weight that is there already, as most are, is read without a wait.
         ops.rms_norm(rows, None if weight is None else _float32(weight), eps, out)
@@ -109,14 +112,13 @@ def _rope(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         freqs: mx.array | None = None,
         stream: Any = None,
     ) -> mx.array:
-        if not _native(a):
+        rows = _native(a)
+        if rows is None:
             options = {"traditional": traditional, "base": base, "scale": scale}
             return original(a, dims, **options, offset=offset, freqs=freqs, stream=stream)
-        start = offset if isinstance(offset, mx.array) else None
-        rows, *rest = evaluated(a, *_given(start, freqs))
         out = np.empty(rows.shape, np.float32)
-        begin = offset if start is None else rest.pop(0)
-        ops.rope(*(rows, out, dims, traditional, base, scale, begin), rest[0] if rest else None)
+        # Arrays of offsets and frequencies are mostly there, and then read without a wait.
+        ops.rope(rows, out, dims, traditional, base, scale, offset, freqs)
         return HostArray.of(out)
 
     return rope
@@ -145,22 +147,27 @@ def _update_and_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
         self.keys = _written(self.keys, new[0], begin, stored)
         self.values = _written(self.values, new[1], begin, stored)
         self.offset = end
-        return self.keys[..., :end, :], self.values[..., :end, :]
+        return self.keys.first(end), self.values.first(end)
 
     return update_and_fetch
 
 
-def _written(held: mx.array | None, new: Host, begin: int, stored: str) -> mx.array:
+def _written(held: mx.array | None, new: Host, begin: int, stored: str) -> Room:
     """The cache with `new` (B, H, L, D) at `begin`: the same memory where there is room in it."""
     if held is not None and held.dtype == mx.float32:
         stored = "f32"
     rows = _as_stored(new, stored)
     end = begin + new.shape[2]
-    room = held.host if isinstance(held, HostArray) else None
-    if held is None or room is None or room.dtype != rows.dtype or room.shape[2] < end:
-        held, room = _room(held, begin, new.shape, rows.dtype)
+    room = held.host if isinstance(held, Room) else None
+    if not isinstance(held, Room) or room is None or not _fits(room, rows.dtype, end):
+        held = _room(held, begin, new.shape, rows.dtype)
+        room = held.host
     room[:, :, begin:end] = rows
     return held
+
+
+def _fits(room: Host, dtype: Any, end: int) -> bool:
+    return bool(room.dtype == dtype) and room.shape[2] >= end
 
 
 def _as_stored(new: Host, stored: str) -> Host:
@@ -171,17 +178,14 @@ def _as_stored(new: Host, stored: str) -> Host:
     return half if ops.encode(np.ascontiguousarray(new), "f16", half) else new
 
 
-def _room(
-    held: mx.array | None, begin: int, new: tuple[int, ...], dtype: Any
-) -> tuple[HostArray, Host]:
-    """A cache and its memory, with room for `new`.
+def _room(held: mx.array | None, begin: int, new: tuple[int, ...], dtype: Any) -> Room:
+    """A cache with room for `new`.
 
     It is a quarter more than is needed, so that copying stays rare.
     """
     batch, heads, count, size = new
     tokens = (begin + count) * 5 // 4 // STEP * STEP + STEP
-    made = HostArray(np.zeros((batch, heads, tokens, size), dtype))
-    made.host = room = np.asarray(made)
+    made = Room(np.zeros((batch, heads, tokens, size), dtype))
     if held is not None:
-        room[:, :, :begin] = evaluated(held[:, :, :begin])[0]
-    return made, room
+        made.host[:, :, :begin] = evaluated(held[:, :, :begin])[0]
+    return made

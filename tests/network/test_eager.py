@@ -36,6 +36,8 @@ AT_ONCE: dict[str, Callable[[mx.array], mx.array]] = {
     "softmax": lambda a: mx.softmax(a, axis=-1),
     "softmax of the last axis": lambda a: mx.softmax(a, a.ndim - 1, precise=True),
     "sigmoid": mx.sigmoid,
+    "argmax": lambda a: mx.argmax(a, axis=-1),
+    "argmax, kept": lambda a: mx.argmax(a, -1, True),
     "negative": lambda a: -a,
     "sum": lambda a: a.sum(axis=-1, keepdims=True),
     "sum without": lambda a: a.sum(-1),

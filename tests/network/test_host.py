@@ -24,6 +24,8 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "transpose all": lambda a: a.transpose(),
     "swapaxes": lambda a: a.swapaxes(-1, -2),
     "slices": lambda a: a[..., :2, 1:],
+    "an index": lambda a: a[:, -1, :],
+    "a number": lambda a: a[1],
     "new axis": lambda a: a[:, None],
     "astype": lambda a: a.astype(mx.float32),
     "squeeze": lambda a: a[:1].squeeze(0),
@@ -36,7 +38,6 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "plus a pending sum": lambda a: a + Pending(lambda: a, a.shape, a.dtype),
 }
 LAZY: dict[str, Callable[[Any], Any]] = {
-    "an index": lambda a: a[1],
     "a step": lambda a: a[..., ::2],
     "gathered": lambda a: a[:, mx.array([1, 0])],
     "float16": lambda a: a.astype(mx.float16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 from typing import Any, cast
@@ -259,6 +260,22 @@ def test_cache_in_place() -> None:
         for seed in range(100):
             step(cache, 1, seed)
             assert cache.keys.host.ctypes.data == memory
+
+
+def test_cache_is_freed() -> None:
+    """A cache's memory is given back when nobody holds the cache, without Python's collector."""
+    fast.install()
+    gc.disable()
+    try:
+        before = mx.get_active_memory()
+        cache = new_cache()
+        with fast.running(precise=True):
+            step(cache, 20_000, 1)
+            assert mx.get_active_memory() - before > 2e6
+        del cache
+        assert mx.get_active_memory() - before < 1e5
+    finally:
+        gc.enable()
 
 
 def test_cache_of_large_values() -> None:
