@@ -75,6 +75,25 @@ class NodeFigures:
     queue_us: int = 0
     compute_us: int = 0
 
+    def add(
+        self,
+        dispatches: int,
+        rows: int,
+        pairs: int,
+        queue_us: int,
+        compute_us: int,
+        sent: int,
+        received: int,
+    ) -> None:
+        """Count dispatches that were answered."""
+        self.dispatches += dispatches
+        self.rows += rows
+        self.pairs += pairs
+        self.sent += sent
+        self.received += received
+        self.queue_us += queue_us
+        self.compute_us += compute_us
+
 
 @dataclass
 class NetworkFigures:

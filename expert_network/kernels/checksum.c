@@ -1,5 +1,6 @@
 /* crc32() as zlib computes it, in a fifth of the time: a frame of the token loop is summed at both
  * ends, twice for each node. */
+#include "checksum.h"
 #include "module.h"
 
 #include <stdint.h>
@@ -104,8 +105,16 @@ static sum best(void) { return sum_by_instruction; }
 static sum best(void) { return sum_anywhere; }
 #endif
 
-static PyObject *checksum(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    static sum chosen;
+uint32_t checksum(uint32_t crc, const void *data, size_t size) {
+    static sum chosen;   /* by whichever thread: all choose alike */
+    if (!chosen) {
+        fill_steps();
+        chosen = best();
+    }
+    return ~chosen(~crc, data, size);
+}
+
+static PyObject *crc32(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
     if (count < 1 || count > 2) {
         PyErr_SetString(PyExc_TypeError, "crc32: a buffer, and a crc32 to go on from");
@@ -114,23 +123,19 @@ static PyObject *checksum(PyObject *module, PyObject *const *arguments, Py_ssize
     unsigned long start = count > 1 ? PyLong_AsUnsignedLongMask(arguments[1]) : 0;
     Py_buffer view;
     if (PyErr_Occurred() || PyObject_GetBuffer(arguments[0], &view, PyBUF_SIMPLE)) return NULL;
-    if (!chosen) {
-        fill_steps();
-        chosen = best();
-    }
-    uint32_t crc = ~(uint32_t)start;
+    uint32_t crc = (uint32_t)start;
     if (view.len < ALONE) {
-        crc = chosen(crc, view.buf, (size_t)view.len);
+        crc = checksum(crc, view.buf, (size_t)view.len);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        crc = chosen(crc, view.buf, (size_t)view.len);
+        crc = checksum(crc, view.buf, (size_t)view.len);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&view);
-    return PyLong_FromUnsignedLong(~crc & 0xffffffffu);
+    return PyLong_FromUnsignedLong(crc);
 }
 
 PyMethodDef checksum_methods[] = {
-    {"crc32", (PyCFunction)(void (*)(void))checksum, METH_FASTCALL, NULL},
+    {"crc32", (PyCFunction)(void (*)(void))crc32, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -69,6 +69,8 @@ static PyMethodDef *const tables[] = {
     norms_methods,
     forms_methods,
     checksum_methods,
+    fanout_methods,
+    single_methods,
 };
 
 static int fill(PyObject *module) {

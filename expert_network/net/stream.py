@@ -103,16 +103,18 @@ class FrameStream(Generic[E]):
         """For poll: readable when `receive` has something to read. -1 once closed."""
         return self._sock.fileno()
 
-    def send(self, buffers: Sequence[Buffer], timeout: float = SEND_TIMEOUT) -> None:
+    def send(self, buffers: Sequence[Buffer], timeout: float = SEND_TIMEOUT, sent: int = 0) -> None:
         """Send one frame's buffers, uncopied, within `timeout` seconds.
 
-        A large frame has longer, as SLOWEST says, as long as some of it is taken meanwhile.
+        A large frame has longer, as SLOWEST says, as long as some of it is taken meanwhile. `sent`
+        bytes of it have gone by other hands.
 
         Raises NodeTimeout if the peer does not take them, NodeClosed if it is gone.
         """
         self._usable()
         try:
-            self._send(buffers, timeout)
+            self.bytes_sent += sent
+            self._send(_after(sent, buffers) if sent else buffers, timeout)
         except BaseException as error:
             self._broken(error)
             raise
@@ -164,6 +166,40 @@ class FrameStream(Generic[E]):
         """Whether the kernel has not taken all that was pushed."""
         return bool(self._unsent)
 
+    def room(self) -> memoryview:
+        """Where other hands may put what comes next, to say then that it `came`."""
+        return self._inbox.room()
+
+    def came(self, count: int, whole: bool) -> None:
+        """Take `count` bytes that other hands have put into `room`; whole: a frame, already met."""
+        self.bytes_received += count
+        self._came_at = monotonic()
+        if whole:
+            self._last = self._came_at
+        elif count:
+            self._begun_at = self._came_at
+            self._inbox.came(count)
+
+    def went(self, count: int) -> None:
+        """Count `count` bytes, a frame, that other hands have sent."""
+        self.bytes_sent += count
+        self._last = monotonic()
+
+    def adopt(self, buffers: Sequence[Buffer], sent: int, came: memoryview, since: float) -> int:
+        """Go on with a frame that other hands have begun to send; its size in bytes.
+
+        `sent` bytes of it went at `since`, by monotonic(), and `came` has come.
+        """
+        self._usable()
+        self._unsent += _after(sent, buffers)
+        self._last = self._begun_at = since
+        room = self._inbox.room()
+        room[: len(came)] = came
+        self._inbox.came(len(came))
+        self.bytes_sent += sent
+        self.bytes_received += len(came)
+        return _size(buffers)
+
     def pull(self) -> None:
         """Take, in one read, what has come; poll must have said that something has.
 
@@ -206,6 +242,11 @@ class FrameStream(Generic[E]):
         if frame is not None:
             due = min(due, self._begun_at + frame + large / SLOWEST)
         return due
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is open, nothing is left to send, and nothing has been read ahead."""
+        return not (self._closed or self._unsent or self._inbox.begun)
 
     @property
     def idle(self) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from threading import Lock
 from time import perf_counter
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,10 +89,20 @@ class Turns:
                 self._taken = False
 
 
+class Computed(NamedTuple):
+    """What blocks have made of a dispatch: `values` as Blocks.compute gives them, and the times."""
+
+    values: NDArray[np.float32]
+    queue_us: int
+    compute_us: int
+
+
 class Computer:
     """Answers the dispatches of all links from one node's blocks, one at a time.
 
-    node: this node's name. shape: (layer, experts) of every MoE layer.
+    node: this node's name. shape: (layer, experts) of every MoE layer. `held` says of each layer,
+    in the order of `layers`, which experts are here: bool (layers, 65536), one entry for every id
+    that the wire can carry, so that no id needs a check of its own.
     """
 
     def __init__(self, node: str, blocks: Blocks, shape: list[tuple[int, int]], counters: Counters):
@@ -100,7 +110,11 @@ class Computer:
         self._turns = Turns()
         self._exact = WireDType.for_compute(blocks.compute_dtype)
         self._experts = dict(shape)
-        self._held = {layer: _mask(blocks.owned(layer)) for layer in self._experts}
+        self.layers = {layer: place for place, layer in enumerate(self._experts)}
+        self.held = np.zeros((len(self.layers), 1 << 16), np.bool_)
+        for layer, place in self.layers.items():
+            self.held[place, blocks.owned(layer)] = True
+        self._held = {layer: self.held[place] for layer, place in self.layers.items()}
 
     def answer(self, dispatch: Dispatch) -> Reply | ErrorReply:
         """The reply to `dispatch`, or why there is none. Any thread; waits for its turn."""
@@ -110,10 +124,40 @@ class Computer:
         try:
             return self._reply(dispatch)
         except Exception as error:
-            log.exception("layer %d could not be computed", dispatch.layer)
-            what = f"{type(error).__name__}: {error}"
-            message = f"node {self._node} failed to compute layer {dispatch.layer} ({what})"
-            return ErrorReply(ErrorCode.INTERNAL, message)
+            return self.failed(dispatch.layer, error)
+
+    def compute(
+        self,
+        layer: int,
+        mode: ReplyMode,
+        rows: NDArray[np.float32],
+        offsets: NDArray[np.uint32],
+        ids: NDArray[np.uint16],
+        weights: NDArray[np.float32],
+        precise: bool,
+    ) -> Computed:
+        """What Blocks.compute makes of it, in its turn, and counted."""
+        asked = perf_counter()
+        with self._turns:
+            began = perf_counter()
+            values = self._blocks.compute(layer, mode, rows, offsets, ids, weights, precise)
+            ended = perf_counter()
+        self._counters.computed(len(rows), len(ids), began - asked, ended - began)
+        return Computed(values, round((began - asked) * 1e6), round((ended - began) * 1e6))
+
+    def failed(self, layer: int, error: Exception) -> ErrorReply:
+        """The refusal when `compute` has raised."""
+        log.exception("layer %d could not be computed", layer)
+        what = f"{type(error).__name__}: {error}"
+        message = f"node {self._node} failed to compute layer {layer} ({what})"
+        return ErrorReply(ErrorCode.INTERNAL, message)
+
+    def cannot_carry(self, layer: int, dtype: WireDType) -> ErrorReply:
+        """The refusal when values are not finite once they are encoded."""
+        message = (
+            f"layer {layer} gives values that {dtype.label} cannot carry; choose a wider --wire"
+        )
+        return ErrorReply(ErrorCode.BAD_VALUES, message)
 
     def _refusal(self, dispatch: Dispatch) -> ErrorReply | None:
         held = self._held[dispatch.layer][dispatch.ids]
@@ -144,33 +188,16 @@ class Computer:
         if not (finite and WireDType.F32.finite(dispatch.weights)):
             message = f"the dispatch for layer {dispatch.layer} has values that are not finite"
             return ErrorReply(ErrorCode.BAD_VALUES, message)
-        asked = perf_counter()
-        with self._turns:
-            began = perf_counter()
-            values = self._blocks.compute(
-                dispatch.layer,
-                dispatch.mode,
-                rows,
-                dispatch.offsets,
-                dispatch.ids,
-                dispatch.weights,
-                dispatch.precise,
-            )
-            ended = perf_counter()
+        values, queue_us, compute_us = self.compute(
+            dispatch.layer,
+            dispatch.mode,
+            rows,
+            dispatch.offsets,
+            dispatch.ids,
+            dispatch.weights,
+            dispatch.precise,
+        )
         data, finite = encode(values, dispatch.dtype)
         if not finite:
-            message = (
-                f"layer {dispatch.layer} gives values that {dispatch.dtype.label} cannot carry; "
-                "choose a wider --wire"
-            )
-            return ErrorReply(ErrorCode.BAD_VALUES, message)
-        self._counters.computed(len(rows), len(dispatch.ids), began - asked, ended - began)
-        queue_us, compute_us = round((began - asked) * 1e6), round((ended - began) * 1e6)
+            return self.cannot_carry(dispatch.layer, dispatch.dtype)
         return Reply(dispatch.mode, dispatch.dtype, queue_us, compute_us, data)
-
-
-def _mask(owned: Ids) -> NDArray[np.bool_]:
-    # One entry for every id that the wire can carry, so that no id needs a check of its own.
-    held = np.zeros(1 << 16, np.bool_)
-    held[owned] = True
-    return held

@@ -26,6 +26,7 @@ from expert_network.net.checksum import crc32
 from expert_network.net.stream import Buffer, FrameStream
 from expert_node.compute import Computer
 from expert_node.metrics import Counters
+from expert_node.single import Single
 from expert_protocol.connection import NodeConnection, NodeEvent
 from expert_protocol.frames import (
     Dispatch,
@@ -211,6 +212,15 @@ class Link:
         # Around every frame that goes out: no WORKING inside of a REPLY, and none after it.
         self._sending = Lock()
         self._dispatches = 0
+        self._single: Single | None = None
+        if links.computer.layers and Single.there:
+            self._single = Single(
+                links.computer,
+                self.stream,
+                self._connection,
+                links.hidden,
+                links.welcome.max_payload,
+            )
 
     def run(self) -> None:
         """Serve until either side ends it. Closes the socket; raises nothing."""
@@ -242,20 +252,30 @@ class Link:
             return
         try:
             if self._since is not None and _writable(self.stream.fileno()):
-                self.stream.send(self._connection.working(), self._limits.send)
+                self.stream.send(self._working(), self._limits.send)
         except ExpertNetworkError as error:
             log.debug("no WORKING to %s: %s", self._peer, error)  # its own thread will meet it
         finally:
             self._sending.release()
 
+    def _working(self) -> Sequence[Buffer]:
+        single = self._single
+        return single.working() if single and single.at_hand else self._connection.working()
+
     def _serve(self) -> None:
         event = self.stream.receive(self._limits.handshake)
         if not (isinstance(event, Hello) and self._greet(event)):
             return
+        single = self._single
         while self._links.ending is None:
+            if single is not None and single.receive():
+                self._compute_single(single)
+                continue
             match self._next():
                 case Dispatch() as dispatch:
                     self._compute(dispatch)
+                    if single is not None:
+                        single.learn(dispatch)
                 case Ping():
                     self._send(self._connection.pong())
                 case Goodbye():
@@ -312,13 +332,27 @@ class Link:
         self._dispatches += 1
         with self._sending:
             self._since = None
-            if isinstance(answer, Reply):
-                frame = self._connection.reply(answer)
-            else:
-                self._links.counters.refused(answer.code)
-                log.warning("a dispatch of %s was refused: %s", self._peer, answer.message)
-                frame = self._connection.error(answer.code, answer.message)
-            self.stream.send(frame, self._limits.send)
+            self._answer(answer)
+
+    def _compute_single(self, single: Single) -> None:
+        self._since = monotonic()
+        made = single.compute()
+        self._dispatches += 1
+        with self._sending:
+            self._since = None
+            answer = single.answer(made)
+            if answer is not None:
+                self._answer(*answer)
+
+    def _answer(self, answer: Reply | ErrorReply, sent: int = 0) -> None:
+        """Send what is left of it after `sent` bytes."""
+        if isinstance(answer, Reply):
+            frame = self._connection.reply(answer)
+        else:
+            self._links.counters.refused(answer.code)
+            log.warning("a dispatch of %s was refused: %s", self._peer, answer.message)
+            frame = self._connection.error(answer.code, answer.message)
+        self.stream.send(frame, self._limits.send, sent)
 
     def _send(self, frame: Sequence[Buffer]) -> None:
         with self._sending:

@@ -137,6 +137,7 @@ class _Connection(Generic[E, Q]):
     ) -> None:
         self._sends, self._receives = sends, receives
         self._hidden, self._crc32 = hidden, crc32
+        self._sequence = 0
         self._forms: dict[tuple[int, WireDType], _Form] = {}
         #: What is not answered yet, the oldest first.
         self._open: deque[Q] = deque()
@@ -151,6 +152,17 @@ class _Connection(Generic[E, Q]):
     def state(self) -> State:
         """Where the link stands."""
         return self._state
+
+    @property
+    def sequence(self) -> int:
+        """The sequence number of the last dispatch or ping."""
+        return self._sequence
+
+    def skip_to(self, sequence: int) -> None:
+        """Go on after `sequence`: what came up to it was asked and answered by other hands."""
+        if self._state is not _IDLE:
+            raise LocalProtocolError(f"the link is {self._state.name.lower()} and cannot skip")
+        self._sequence = sequence
 
     @property
     def outstanding(self) -> int:
@@ -264,7 +276,6 @@ class DriverConnection(_Connection[DriverEvent, _Owed]):
 
     def __init__(self, hidden: Callable[[int], int], crc32: Checksum = crc32) -> None:
         super().__init__(DRIVER_SENDS, NODE_SENDS, hidden, crc32)
-        self._sequence = 0
         self._max_reply = MAX_PAYLOAD
         self._limits = _Limits(0, 0, ())
 
@@ -386,7 +397,6 @@ class NodeConnection(_Connection[NodeEvent, _Request]):
 
     def __init__(self, hidden: Callable[[int], int], crc32: Checksum = crc32) -> None:
         super().__init__(NODE_SENDS, DRIVER_SENDS, hidden, crc32)
-        self._sequence = 0
         self._pairs = 0
         self._max_reply = MAX_PAYLOAD
         self._limits = _Limits(MAX_ROWS, MAX_PAYLOAD, ())

@@ -168,6 +168,22 @@ def reply_size(rows: int, pairs: int, hidden: int, mode: ReplyMode, dtype: WireD
     return TIMES_SIZE + (pairs if mode else rows) * dtype.row_bytes(hidden)
 
 
+def heads_of_one_row(
+    layer: int, epoch: int, dtype: WireDType, precise: bool, hidden: int
+) -> tuple[bytes, bytes]:
+    """The headers, but for their crc32, of a DISPATCH of one row in SUM mode and of its REPLY.
+
+    Sequence numbers are 0 in them, and so is the length of the DISPATCH, which depends on its
+    pairs.
+    """
+    answered = reply_size(1, 0, hidden, ReplyMode.SUM, dtype)
+    flags = PRECISE_FLAG if precise else 0
+    return (
+        encode_head(_DISPATCH, flags, 0, epoch, layer, dtype, ReplyMode.SUM, 1, 0),
+        encode_head(_REPLY, 0, 0, epoch, layer, dtype, ReplyMode.SUM, 1, answered),
+    )
+
+
 # DISPATCH: rows, offsets, ids, weights
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Event, Thread
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -40,7 +40,9 @@ LIMITS = Limits(links=2, refusals=1, linger=5.0)
 
 @dataclass
 class FakeComputer:
-    """Answers when `go` is set, with `refusal` if there is one."""
+    """Answers when `go` is set, with `refusal` if there is one. Knows no layers."""
+
+    layers: ClassVar[dict[int, int]] = {}
 
     go: Event = field(default_factory=Event)
     asked: Event = field(default_factory=Event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -10,10 +10,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from expert_driver.dispatch.fanout import MOST_PAIRS, Fanout, Row
 from expert_driver.dispatch.gathering import Call, Gathering, Job, parts
 from expert_driver.dispatch.network import Network
 from expert_driver.dispatch.routing import split
-from expert_driver.dispatch.values import Outputs, Sums, Values
+from expert_driver.dispatch.values import Floats, Outputs, Sums, Values
 from expert_driver.figures import DispatchTimes
 from expert_network.model.host import HostArray
 from expert_network.net.rows import encode
@@ -42,6 +43,8 @@ class NetworkExperts:
         self._network, self.precise = network, precise
         self._transfer = transfer or Transfer()
         self._wire = network.wanted.wire
+        self._fanout: Fanout | None = None
+        self._fanned: object = None
 
     def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
         """Every expert's own output, (N, k, D) in x's dtype.
@@ -49,7 +52,7 @@ class NetworkExperts:
         Rows travel in the dtype that each node computes in, whatever --wire says: single outputs
         are only given so. In exact mode this is the driver's dtype too, and nothing is rounded.
         """
-        return self.begin_outputs(layer, x, ids)()
+        return self._at_once(self.begin_outputs, layer, x, ids)
 
     def weighted_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """The sum over k of weights (N, k, float32) times outputs: (N, D) in float32.
@@ -57,39 +60,50 @@ class NetworkExperts:
         Partial sums are added in the order of the roster, so that neither the order of --nodes nor
         that of the replies is in the bits.
         """
-        return self.begin_sum(layer, x, ids, weights)()
+        return self._at_once(self.begin_sum, layer, x, ids, weights)
 
     def begin_outputs(self, layer: int, x: mx.array, ids: mx.array) -> Finish:
         """Ask for `outputs`."""
         entered = perf_counter()
-        self._network.ready()
+        network = self._network
+        network.ready()
         dtypes = [
-            WireDType.for_compute(link.greeting.welcome.compute_dtype)
-            for link in self._network.links
+            WireDType.for_compute(link.greeting.welcome.compute_dtype) for link in network.links
         ]
-        values = Outputs(ids.size, x.shape[-1])
-        weights = np.ones(ids.shape, np.float32)
-        wait = self._ask(entered, layer, ReplyMode.EXACT, dtypes, x, ids, weights, values)
+        cast = {dtype: _cast(x, dtype) for dtype in dtypes}
+        experts, *values = self._transfer.fetch(ids, *cast.values())
+        evaluated = perf_counter()
+        rows = {dtype: _raw(value, dtype) for dtype, value in zip(cast, values, strict=True)}
+        weights, made = np.ones(ids.shape, np.float32), Outputs(ids.size, x.shape[-1])
+        asked = self._begin(layer, ReplyMode.EXACT, dtypes, rows, experts, weights, made)
+        sent = perf_counter()
 
         def finish() -> mx.array:
-            wait()
-            made = values.made.reshape(*ids.shape, x.shape[-1])
-            return _array(made, x, self._transfer).astype(x.dtype)
+            outputs = asked.wait().reshape(*ids.shape, x.shape[-1])
+            _report(network, asked, layer, len(experts), entered, evaluated, sent)
+            return _array(outputs, x, self._transfer).astype(x.dtype)
 
         return finish
 
     def begin_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> Finish:
         """Ask for `weighted_sum`."""
         entered = perf_counter()
-        self._network.ready()
-        places = len(self._network.links)
-        values = Sums(x.shape[0], x.shape[1], places)
-        dtypes = [self._wire] * places
-        wait = self._ask(entered, layer, ReplyMode.SUM, dtypes, x, ids, weights, values)
+        network = self._network
+        network.ready()
+        count, hidden = x.shape
+        values = self._at_hand(x, ids, weights)
+        evaluated = perf_counter()
+        asked: Row | _Asked | None = None
+        if count == 1:
+            asked = self._begin_row(layer, hidden, *values)
+        if asked is None:
+            asked = self._begin_sum(layer, hidden, *values)
+        sent = perf_counter()
 
         def finish() -> mx.array:
-            wait()
-            return _array(values.made, x, self._transfer)
+            made = asked.wait()
+            _report(network, asked, layer, count, entered, evaluated, sent)
+            return _array(made, x, self._transfer)
 
         return finish
 
@@ -97,78 +111,113 @@ class NetworkExperts:
         """Give up what has been asked and not been waited for; its links are closed."""
         self._network.exchange.abandon()
 
-    def _ask(
+    def _at_once(self, begin: Callable[..., Finish], *asked: Any) -> mx.array:
+        try:
+            return begin(*asked)()
+        except KeyboardInterrupt:
+            self.abandon()
+            raise
+
+    def _at_hand(self, x: mx.array, ids: mx.array, weights: mx.array) -> tuple[Any, Any, Any]:
+        """Rows as float32 or raw, ids and weights, after one wait for MLX: arrays or buffers."""
+        if x.dtype == mx.float32 and type(self._transfer) is Transfer:
+            found = tuple(_host(array) for array in (x, ids, weights))
+            mx.eval([array for array in found if isinstance(array, mx.array)])
+            return found[0], found[1], found[2]
+        rows, experts, scores = self._transfer.fetch(_cast(x, self._wire), ids, weights)
+        return rows, experts, scores
+
+    def _begin_row(
+        self, layer: int, hidden: int, row: Any, experts: Any, scores: Any
+    ) -> Row | None:
+        """Ask natively for one row, where that can be done."""
+        network = self._network
+        if self._fanned is not network.links:
+            self._fanned = network.links
+            self._fanout = Fanout.over(network, self._wire, self.precise)
+        if self._fanout is None or experts.size > MOST_PAIRS or not _are_native(experts, scores):
+            return None
+        return self._fanout.begin(layer, hidden, row, experts, scores)
+
+    def _begin_sum(self, layer: int, hidden: int, rows: Any, experts: Any, scores: Any) -> _Asked:
+        experts, raw = np.asarray(experts), _raw(np.asarray(rows), self._wire)
+        places = len(self._network.links)
+        values, dtypes = Sums(len(experts), hidden, places), [self._wire] * places
+        weights = np.ascontiguousarray(scores, np.float32)
+        return self._begin(
+            layer, ReplyMode.SUM, dtypes, {self._wire: raw}, experts, weights, values
+        )
+
+    def _begin(
         self,
-        entered: float,
         layer: int,
         mode: ReplyMode,
         dtypes: Sequence[WireDType],
-        x: mx.array,
-        ids: mx.array,
-        weights: mx.array | Raw,
+        rows: Mapping[WireDType, Raw],
+        experts: Raw,
+        weights: Floats,
         values: Values,
-    ) -> Callable[[], None]:
-        """Ask all nodes, each in its of `dtypes`; what to call to wait for `values`."""
+    ) -> _Asked:
+        """Ask all nodes, each in its of `dtypes`."""
         network = self._network
-        rows, experts, scores = _evaluated(self._transfer, x, set(dtypes), ids, weights)
-        evaluated_at = perf_counter()
         agreement, links = network.agreement, network.links
-        epoch, k = agreement.roster.epoch, experts.shape[1]
-        call = Call(layer, epoch, mode, rows, k, self.precise)
-        shares = split(agreement.chosen[layer][experts], len(links), experts, scores)
+        call = Call(layer, agreement.roster.epoch, mode, rows, experts.shape[1], self.precise)
+        shares = split(agreement.chosen[layer][experts], len(links), experts, weights)
         jobs = [
             Job(link, call, dtype, parts(share, link, call, dtype), figures)
             for link, dtype, figures, share in zip(
-                links, dtypes, network.figures.nodes, shares, strict=True
+                links, dtypes, network.counters.nodes, shares, strict=True
             )
             if share is not None
         ]
         gathering = Gathering(jobs, values)
         network.exchange.ask(gathering)
-        sent = perf_counter()
+        return _Asked(network, gathering)
 
-        def wait() -> None:
-            network.exchange.wait(gathering)
-            network.used()
-            _report(network, gathering, len(experts), entered, evaluated_at, sent)
-            for job in jobs:  # or every dispatch leaves a circle to the garbage collector
-                del job.gathering
 
-        return wait
+class _Asked:
+    """A dispatch that the exchange has sent; the same to its caller as a Row."""
+
+    def __init__(self, network: Network, gathering: Gathering) -> None:
+        self._exchange, self._gathering = network.exchange, gathering
+        self.times = gathering.times
+
+    def wait(self) -> Floats:
+        """What was asked for. Raises NodeError."""
+        return self._exchange.wait(self._gathering)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that went and came, once all are there."""
+        return self._gathering.traffic
 
 
 def _report(
     network: Network,
-    gathering: Gathering,
-    count: int,
+    asked: Row | _Asked,
+    layer: int,
+    rows: int,
     entered: float,
-    evaluated_at: float,
+    evaluated: float,
     sent: float,
 ) -> None:
     done = perf_counter()
-    jobs = gathering.jobs
-    traffic = sum(job.out_bytes + job.in_bytes for job in jobs)
-    network.figures.count(count, done - evaluated_at, traffic)
+    network.used(rows, done - evaluated, asked.traffic)
     if network.observer is not None:
-        nodes = tuple(job.times for job in jobs)
-        times = (entered, evaluated_at, sent, done)
-        network.observer(DispatchTimes(jobs[0].call.layer, count, *times, nodes))
+        times = (entered, evaluated, sent, done)
+        network.observer(DispatchTimes(layer, rows, *times, asked.times()))
 
 
-def _evaluated(
-    transfer: Transfer,
-    x: mx.array,
-    dtypes: set[WireDType],
-    ids: mx.array,
-    weights: mx.array | Raw,
-) -> tuple[dict[WireDType, Raw], Raw, Raw]:
-    """Rows as they travel in each of `dtypes`, ids and float32 weights, after one wait for MLX."""
-    cast = {dtype: _cast(x, dtype) for dtype in dtypes}
-    asked = [ids, *cast.values(), *([weights] if isinstance(weights, mx.array) else [])]
-    experts, *others = transfer.fetch(*asked)
-    scores = others.pop() if isinstance(weights, mx.array) else weights
-    rows = {dtype: _raw(values, dtype) for dtype, values in zip(cast, others, strict=True)}
-    return rows, experts, np.ascontiguousarray(scores, np.float32)
+def _host(array: mx.array) -> Any:
+    """Its values, if they are at hand."""
+    if type(array) is HostArray and array.host is not None:
+        return array.host
+    return array
+
+
+def _are_native(experts: Any, scores: Any) -> bool:
+    """Whether ids and weights are uint32 and float32, in MLX or NumPy."""
+    return experts.dtype in (mx.uint32, np.uint32) and scores.dtype in (mx.float32, np.float32)
 
 
 def _cast(x: mx.array, dtype: WireDType) -> mx.array:

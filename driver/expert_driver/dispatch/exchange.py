@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import select
 from collections import deque
+from collections.abc import Callable, Sequence
 from copy import copy
 from time import monotonic, perf_counter
 
 from expert_driver.dispatch.gathering import Gathering, Job
 from expert_driver.dispatch.links import Link
+from expert_driver.dispatch.values import Floats
 from expert_network.errors import Cancelled, ExpertNetworkError, NodeError, NodeTimeout
 from expert_network.net.patience import Patience
 from expert_network.net.stream import LATE_LOOK, SLOWEST
@@ -31,7 +33,8 @@ class Exchange:
     """The dispatches under way. Used by one thread.
 
     When a link fails, every gathering that is owed something on it fails. `lost`: whether one has
-    failed or was closed here; who opens it anew takes that back.
+    failed or was closed here; who opens it anew takes that back. `settle` is called before links
+    are used, and `count` before figures are read: who used links otherwise hands over then.
     """
 
     def __init__(self) -> None:
@@ -41,9 +44,12 @@ class Exchange:
         #: When deadlines are looked at next, and when what had come was last looked at anew.
         self._check_at = self._looked = 0.0
         self.lost = False
+        self.settle: Callable[[], None] = lambda: None
+        self.count: Callable[[], None] = lambda: None
 
     def ask(self, gathering: Gathering) -> None:
         """Send all jobs, as far as the nodes have room for them."""
+        self.settle()
         try:
             for job in gathering.jobs:
                 link = job.link
@@ -58,8 +64,32 @@ class Exchange:
             self.abandon()
             raise
 
-    def wait(self, gathering: Gathering) -> None:
-        """Take replies until none of these is owed. Raises the first failure, soon after it.
+    def adopt(
+        self, gathering: Gathering, since: float, sent: Sequence[int], came: Sequence[memoryview]
+    ) -> None:
+        """Go on with what was asked by other hands at `since`, each job in one part.
+
+        `sent` bytes of its dispatch have gone for each job, and `came` has come.
+        """
+        for job, sent_of, came_of in zip(gathering.jobs, sent, came, strict=True):
+            link, share = job.link, job.parts[0]
+            if self._links.get(link.descriptor) is not link:
+                self._add(link)
+            frame = link.connection.dispatch(job.call.dispatch(share, job.dtype))
+            size = link.stream.adopt(frame, sent_of, came_of, since)
+            link.owed.append((job, share, size))
+            link.since = since
+            self._watch(link)
+        for job in gathering.jobs:
+            while self._take(job.link):
+                pass
+
+    def look(self) -> None:
+        """Look whether something comes, for as long as that has been of use."""
+        self._patience.look(self._poll)
+
+    def wait(self, gathering: Gathering) -> Floats:
+        """Take replies until none of these is owed; the values. Raises the first failure, soon.
 
         Links that still owe a reply then are closed, and all are that owe anything when an
         interrupt breaks this off.
@@ -78,9 +108,14 @@ class Exchange:
         if gathering.failed:
             self._end(gathering)
             raise gathering.failed[0]
+        # Or every dispatch would leave a circle to the garbage collector.
+        for job in gathering.jobs:
+            del job.gathering
+        return gathering.values.made
 
     def abandon(self) -> None:
         """Close every link on which something is owed."""
+        self.settle()
         for link in list(self._links.values()):
             if link.owed or link.waiting:
                 link.close()
@@ -152,6 +187,10 @@ class Exchange:
         except NodeError as error:
             self._fail(link, error)
             return
+        self._watch(link)
+
+    def _watch(self, link: Link) -> None:
+        """See to what the kernel has not taken."""
         if link.stream.pushing:
             self._poll.modify(link.descriptor, _IN | _OUT)
             self._pushing.add(link)

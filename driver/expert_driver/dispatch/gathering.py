@@ -79,16 +79,10 @@ class Job:
 
     def count(self, share: Share, reply: Reply, out: int, back: int) -> None:
         """Add the figures of one part that was answered."""
-        figures = self.figures
-        figures.dispatches += 1
-        figures.rows += len(share.rows)
-        figures.pairs += len(share.pairs)
-        figures.queue_us += reply.queue_us
-        figures.compute_us += reply.compute_us
-        figures.sent += out
-        figures.received += back
-        self.queue_us += reply.queue_us
-        self.compute_us += reply.compute_us
+        queue_us, compute_us = reply.queue_us, reply.compute_us
+        self.figures.add(1, len(share.rows), len(share.pairs), queue_us, compute_us, out, back)
+        self.queue_us += queue_us
+        self.compute_us += compute_us
         self.out_bytes += out
         self.in_bytes += back
         self.replied = perf_counter()
@@ -130,6 +124,15 @@ class Gathering:
             self.values.finish(job.place)
             job.done = True
             self.owing -= 1
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that went and came."""
+        return sum(job.out_bytes + job.in_bytes for job in self.jobs)
+
+    def times(self) -> tuple[NodeTimes, ...]:
+        """What it took, once nothing is owed."""
+        return tuple(job.times for job in self.jobs)
 
     def fail(self, job: Job, error: ExpertNetworkError, over_at: float) -> None:
         """Count `job` as failed; the others have until `over_at`."""

@@ -32,30 +32,41 @@ class Network:
         self.exchange = Exchange()
         self.observer: Callable[[DispatchTimes], None] | None = None
         mode = "exact" if wanted.exact else "sum"
-        self.figures = NetworkFigures(mode, wanted.wire.label, len(wanted.shape), [])
+        #: What `figures` gives once all is counted.
+        self.counters = NetworkFigures(mode, wanted.wire.label, len(wanted.shape), [])
         self.agreement: Agreement = self._reopen()
 
     def ready(self) -> Agreement:
         """See that every link is open. Raises NodeError, KeyRefused or NetworkMismatch."""
         unused = monotonic() - self._used
         if unused > LOOK_S:
+            self.exchange.settle()
             for link in self.links:
                 if not link.owed:
                     link.check(ping=unused > PING_S)
             self.exchange.lost |= any(link.closed for link in self.links)
         if self.exchange.lost:
+            self.exchange.settle()
             self.agreement = self._reopen()
             self.exchange.lost = False
         return self.agreement
 
     @property
+    def figures(self) -> NetworkFigures:
+        """The counters of all dispatches."""
+        self.exchange.count()
+        return self.counters
+
+    @property
     def traffic(self) -> int:
         """Bytes sent and received on the links that are open, counted at the sockets."""
+        self.exchange.count()
         return sum(sum(link.traffic) for link in self.links)
 
-    def used(self) -> None:
-        """Say that all links have just been used."""
+    def used(self, rows: int, seconds: float, traffic: int) -> None:
+        """Say that all links have just been used, for a dispatch as NetworkFigures counts it."""
         self._used = monotonic()
+        self.counters.count(rows, seconds, traffic)
 
     def close(self) -> None:
         """End all links."""
@@ -75,7 +86,7 @@ class Network:
         self.links = [self._links[greeting.url] for greeting in agreement.nodes]
         names = [link.name for link in self.links]
         if names != [node.name for node in self.figures.nodes]:
-            self.figures.nodes = [NodeFigures(name) for name in names]
+            self.counters.nodes = [NodeFigures(name) for name in names]
         return agreement
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import permutations
 from threading import Event
@@ -21,7 +20,7 @@ from expert_driver.dispatch.agreement import Wanted
 from expert_driver.dispatch.dispatcher import Finish, NetworkExperts
 from expert_driver.dispatch.gathering import Gathering, Job
 from expert_driver.dispatch.links import Link, Opener, link_refusal, refusal
-from expert_driver.dispatch.network import Network, open_all
+from expert_driver.dispatch.network import open_all
 from expert_driver.dispatch.routing import split
 from expert_driver.figures import DispatchTimes
 from expert_network.errors import (
@@ -34,38 +33,25 @@ from expert_network.errors import (
 from expert_network.net import stream
 from expert_network.net.stream import SEND_TIMEOUT, FrameStream
 from expert_protocol.dtypes import WireDType
-from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Hello, ReplyMode, reply_size
-from expert_protocol.header import VERSION
+from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, ReplyMode, reply_size
 from expert_roster.roster import Roster
+from tests.driver.dispatch.asking import (
+    HELLO,
+    IDS,
+    LAYER,
+    OUTPUTS,
+    SHAPE,
+    SUM,
+    WANTED,
+    WEIGHTS,
+    X,
+    experts_of,
+    failing,
+    nodes_of,
+    separate,
+    summed,
+)
 from tests.driver.fakes import DIGEST, HIDDEN, FakeLink, FakeNode, answer, computed
-
-SHAPE = [(3, 8)]
-LAYER = 3
-HELLO = Hello(VERSION, DIGEST, None, 0, (WireDType.F32,), "fake", False)
-WANTED = Wanted(DIGEST, SHAPE, "float32", False, WireDType.F32, row_bytes=72)
-
-X = np.random.default_rng(5).normal(size=(6, HIDDEN)).astype(np.float32)
-IDS = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 3, 5], [2, 4, 6], [7, 0, 1]], np.uint32)
-WEIGHTS = np.random.default_rng(6).random(IDS.shape).astype(np.float32)
-
-
-@contextmanager
-def nodes_of(*names: str, **welcome: Any) -> Iterator[list[FakeNode]]:
-    with ExitStack() as stack:
-        made = [FakeNode(name, ",".join(sorted(names)), **welcome) for name in names]
-        for node in made:
-            stack.callback(node.stop)
-        yield made
-
-
-@contextmanager
-def experts_of(nodes: list[FakeNode], wanted: Wanted = WANTED) -> Iterator[NetworkExperts]:
-    opener = Opener(None, replace(HELLO, dtypes=(wanted.wire,)), lambda layer: HIDDEN)
-    connected = Network([node.url for node in nodes], wanted, opener.open)
-    try:
-        yield NetworkExperts(connected)
-    finally:
-        connected.close()
 
 
 @pytest.fixture
@@ -78,19 +64,6 @@ def pair() -> Iterator[list[FakeNode]]:
 def experts(pair: list[FakeNode]) -> Iterator[NetworkExperts]:
     with experts_of(pair) as experts:
         yield experts
-
-
-def summed(experts: NetworkExperts, rows: int = len(X)) -> np.ndarray[Any, Any]:
-    x, ids, weights = mx.array(X[:rows]), mx.array(IDS[:rows]), mx.array(WEIGHTS[:rows])
-    return np.array(experts.weighted_sum(LAYER, x, ids, weights))
-
-
-def separate(experts: NetworkExperts, rows: int = len(X)) -> np.ndarray[Any, Any]:
-    return np.array(experts.outputs(LAYER, mx.array(X[:rows]), mx.array(IDS[:rows])))
-
-
-OUTPUTS = X[:, None, :] * (IDS[:, :, None].astype(np.float32) + 1)
-SUM = (OUTPUTS * WEIGHTS[..., None]).sum(1)
 
 
 # What is right
@@ -297,19 +270,6 @@ def test_an_observer_sees_when_and_how_much(pair: list[FakeNode], experts: Netwo
 
 
 # What is wrong
-
-
-def failing(node: FakeNode, behave: Any) -> Event:
-    """Let `node` do `behave` once, and answer from then on; the event says that it was asked."""
-    met = Event()
-
-    def once(link: FakeLink, dispatch: Dispatch) -> None:
-        node.behave = answer
-        met.set()
-        behave(link, dispatch)
-
-    node.behave = once
-    return met
 
 
 def cut_short(link: FakeLink, dispatch: Dispatch) -> None:
