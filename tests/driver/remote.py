@@ -12,7 +12,7 @@ from expert_driver.passes.passes import Passes
 from expert_network.model.seam import Mode, install
 from expert_protocol.dtypes import WireDType
 from tests.driver import tiny
-from tests.driver.dispatch.test_gathering import experts_of, nodes_of
+from tests.driver.dispatch.asking import experts_of, nodes_of
 from tests.driver.fakes import DIGEST, HIDDEN, FakeNode
 
 LAYERS = 2
