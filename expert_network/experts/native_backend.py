@@ -104,7 +104,8 @@ class NativeLayer:
             parameters,
             floats(rows),
             offsets,
-            slots.reshape(-1),
+            # One column of a router's order has a stride, which reshape would keep.
+            np.ascontiguousarray(slots).reshape(-1),
             None if weights is None else weights.reshape(-1),
             out,
             kernels.F32 if precise else kernels.INT8,

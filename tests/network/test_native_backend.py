@@ -17,6 +17,7 @@ from expert_network.errors import NotOwned
 from expert_network.experts.layers import EXACT, SUM, MlxLayer
 from expert_network.experts.native_backend import NativeLayer
 from expert_network.experts.partition import Partition, _computing
+from expert_network.model.host import HostArray
 from tests.support.switches import (
     EXPERTS,
     HIDDEN,
@@ -111,6 +112,13 @@ def test_a_row_is_alone(kind: Kind) -> None:
         many = array(layer.outputs(x, ids, precise))
         alone = [array(layer.outputs(x[n : n + 1], ids[n : n + 1], precise)) for n in range(12)]
         assert np.array_equal(many, np.concatenate(alone))
+
+
+def test_one_route() -> None:
+    """A single route for each row, taken from an order of all experts, is computed as any other."""
+    layer, x, order = layer_of(KINDS[0]), rows(6), HostArray.of(routes(6, 4))
+    expected = layer.outputs(x, mx.array(np.array(order)[:, :1]), precise=True)
+    assert mx.array_equal(layer.outputs(x, order[:, :1], precise=True), expected)
 
 
 def test_half_precision_rows() -> None:
