@@ -68,7 +68,10 @@ def test_an_unreachable_node_is_a_row() -> None:
         ([node("a", A), node("a", B)], "are all node a"),
         ([node("a", A), node("b", B, model_digest="b" * 64)], "different models (a: aaaaaaaaaaaa"),
         ([node("a", A), node("b", B, roster="a,b=2")], "different rosters (a: a,b; b: a=1,b=2)"),
-        ([node("a", A), node("b", B, protocol=2)], "different protocol versions (a: 1; b: 2)"),
+        (
+            [node("a", A), node("b", B, protocol=VERSION + 1)],
+            f"different protocol versions (a: {VERSION}; b: {VERSION + 1})",
+        ),
     ],
 )
 def test_differences_are_sentences(nodes: list[NodeStatus], words: str) -> None:
