@@ -174,6 +174,7 @@ static void take_turn(void) {
     pthread_once(&once, set_up);
     pthread_mutex_lock(&turn);
     if (!threads) threads = clamp(usable_cores());
+    atomic_store(&threads_shown, threads);
 }
 
 void pool_run(pool_task task, void *context, long count) {
