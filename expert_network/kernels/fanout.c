@@ -81,19 +81,27 @@ static int in_a_row(const Py_buffer *view) {
     return 1;
 }
 
-/* 1, or 0 if the values do not lie in a row. */
+static int is_element(const Py_buffer *view, const char *formats) {
+    const char *format = view->format ? view->format : "B";
+    format += *format == '<' || *format == '=' || *format == '@';
+    return *format && !format[1] && strchr(formats, *format) && view->itemsize == 4;
+}
+
+/* 1, or 0 if the arrays are of other types, too long, or their values do not lie in a row. */
 static int take_row(Views *views, PyObject *const *arguments, struct row *row, long form) {
     const Py_buffer *values, *ids, *weights, *owners;
     if (!(row->head = head_of(views, arguments[1], "head")) ||
         !(values = view_array(views, arguments[2], "values", '*', -1, 0)) ||
-        !(ids = view_array(views, arguments[4], "ids", 'I', -1, 0)) ||
-        !(weights = view_array(views, arguments[5], "weights", 'f', -1, 0)) ||
+        !(ids = view_array(views, arguments[4], "ids", '*', -1, 0)) ||
+        !(weights = view_array(views, arguments[5], "weights", '*', -1, 0)) ||
         !(owners = view_array(views, arguments[6], "owners", '*', 1, 0)))
         return -1;
-    if (!in_a_row(values) || !in_a_row(ids) || !in_a_row(weights)) return 0;
     row->pairs = ids->len / 4;
     row->ids = ids->buf, row->weights = weights->buf, row->owners = owners->buf;
-    if (owners->itemsize != 4 || weights->len != ids->len || row->pairs > MOST_PAIRS) {
+    if (!in_a_row(values) || !in_a_row(ids) || !in_a_row(weights) || !is_element(ids, "IL") ||
+        !is_element(weights, "f") || row->pairs > MOST_PAIRS)
+        return 0;
+    if (owners->itemsize != 4 || weights->len != ids->len) {
         PyErr_SetString(PyExc_ValueError, "owners: not int32, or ids and weights that differ");
         return -1;
     }
@@ -102,8 +110,7 @@ static int take_row(Views *views, PyObject *const *arguments, struct row *row, l
             PyErr_Format(PyExc_ValueError, "ids: there is no expert %u", row->ids[pair]);
             return -1;
         }
-    const char *format = values->format ? values->format : "B";
-    if (*format != 'f') {   /* raw already */
+    if (!is_element(values, "f")) {   /* raw already */
         row->raw = values->buf, row->size = (size_t)values->len;
         return 1;
     }
@@ -118,7 +125,7 @@ static int take_row(Views *views, PyObject *const *arguments, struct row *row, l
 }
 
 /* arguments: plan, head, values, form, ids, weights, owners. 1 if all has gone, 0 if some has not,
- * 2 if nothing was done since the values do not lie in a row. */
+ * 2 if nothing was done since the arrays are not such as can be taken here. */
 static int out(Views *views, PyObject *const *arguments) {
     long nodes, form = PyLong_AsLong(arguments[3]);
     struct row row = {0};

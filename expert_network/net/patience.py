@@ -29,6 +29,11 @@ class Patience:
         self._seconds = _seconds() if seconds is None else seconds
         self._skip = self._skipped = 0
 
+    @property
+    def looks(self) -> bool:
+        """Whether `look` ever does."""
+        return self._seconds > 0
+
     def look(self, sockets: select.poll) -> bool:
         """Whether something came while we looked. Returns at once where looking is no use."""
         if not self._seconds:

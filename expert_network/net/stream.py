@@ -90,7 +90,8 @@ class FrameStream(Generic[E]):
         #: When the first and the last bytes came of the frame that has begun.
         self._begun_at = self._came_at = self._last
         self._patience, self._poll = Patience(), select.poll()
-        self._polled = False
+        #: Whether `look` ever does.
+        self.looks, self._polled = self._patience.looks, False
         sock.settimeout(None)
         prepare(sock)
 
@@ -166,24 +167,27 @@ class FrameStream(Generic[E]):
         """Whether the kernel has not taken all that was pushed."""
         return bool(self._unsent)
 
+    def look(self) -> None:
+        """Look whether something comes, for as long as that has been of use."""
+        if not self._polled:
+            self._poll.register(self._sock, select.POLLIN)
+            self._polled = True
+        self._patience.look(self._poll)
+
     def room(self) -> memoryview:
         """Where other hands may put what comes next, to say then that it `came`."""
         return self._inbox.room()
 
-    def came(self, count: int, whole: bool) -> None:
-        """Take `count` bytes that other hands have put into `room`; whole: a frame, already met."""
-        self.bytes_received += count
-        self._came_at = monotonic()
-        if whole:
-            self._last = self._came_at
-        elif count:
-            self._begun_at = self._came_at
-            self._inbox.came(count)
+    def take_over(self, count: int, last: float) -> None:
+        """Take `count` bytes that other hands have put into `room`.
 
-    def went(self, count: int) -> None:
-        """Count `count` bytes, a frame, that other hands have sent."""
-        self.bytes_sent += count
-        self._last = monotonic()
+        They met all frames up to `last`, by monotonic(), and have counted their bytes.
+        """
+        self.bytes_received += count
+        self._last = max(self._last, last)
+        if count:
+            self._begun_at = self._came_at = monotonic()
+            self._inbox.came(count)
 
     def adopt(self, buffers: Sequence[Buffer], sent: int, came: memoryview, since: float) -> int:
         """Go on with a frame that other hands have begun to send; its size in bytes.
@@ -359,10 +363,8 @@ class FrameStream(Generic[E]):
 
     def _await(self, silence: float, frame: float | None) -> E:
         """Read until there is an event."""
-        if not self._polled:
-            self._poll.register(self._sock, select.POLLIN)
-            self._polled = True
-        self._patience.look(self._poll)
+        if self.looks:
+            self.look()
         now = looked = monotonic()
         while self._connection.needs:
             left = self.late_at(silence, looked, frame) - now

@@ -96,9 +96,9 @@ class Links:
     def traffic(self) -> tuple[int, int]:
         """(received, sent) bytes over all links since the start."""
         with self._changed:
-            received = sum(link.stream.bytes_received for link in self._links)
-            sent = sum(link.stream.bytes_sent for link in self._links)
-            return self.counters.bytes_received + received, self.counters.bytes_sent + sent
+            moved = [link.traffic for link in self._links]
+            received = self.counters.bytes_received + sum(came for came, _ in moved)
+            return received, self.counters.bytes_sent + sum(went for _, went in moved)
 
     def reserve(self) -> str | None:
         """Keep a place for a link, to be used with `start` or given back with `release`.
@@ -181,7 +181,7 @@ class Links:
             with self._changed:
                 del self._links[link]
                 self._places -= 1
-                self.counters.link_ended(link.stream.bytes_received, link.stream.bytes_sent)
+                self.counters.link_ended(*link.traffic)
                 self._changed.notify_all()
 
     def _watch_links(self) -> None:
@@ -239,6 +239,13 @@ class Link:
         self._part()
         log.info("%s has left, after %d dispatches", self._peer, self._dispatches)
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes received and sent."""
+        single = self._single
+        received, sent = (0, 0) if single is None else (single.received, single.sent)
+        return self.stream.bytes_received + received, self.stream.bytes_sent + sent
+
     def say_working(self) -> None:
         """Tell the driver that its dispatch is still computed, if it has been for a while.
 
@@ -268,9 +275,10 @@ class Link:
             return
         single = self._single
         while self._links.ending is None:
-            if single is not None and single.receive():
-                self._compute_single(single)
-                continue
+            if single is not None:
+                self._serve_singles(single)
+                if self._links.ending is not None:
+                    return
             match self._next():
                 case Dispatch() as dispatch:
                     self._compute(dispatch)
@@ -334,15 +342,18 @@ class Link:
             self._since = None
             self._answer(answer)
 
-    def _compute_single(self, single: Single) -> None:
-        self._since = monotonic()
-        made = single.compute()
-        self._dispatches += 1
-        with self._sending:
-            self._since = None
-            answer = single.answer(made)
-            if answer is not None:
-                self._answer(*answer)
+    def _serve_singles(self, single: Single) -> None:
+        """Answer what comes, until it is anything but dispatches that `single` knows."""
+        links, last = self._links, 0.0
+        while links.ending is None and single.receive(last):
+            self._since = last = monotonic()
+            made = single.compute()
+            self._dispatches += 1
+            with self._sending:
+                self._since = None
+                answer = single.answer(made)
+                if answer is not None:
+                    self._answer(*answer)
 
     def _answer(self, answer: Reply | ErrorReply, sent: int = 0) -> None:
         """Send what is left of it after `sent` bytes."""

@@ -70,12 +70,17 @@ class Single:
         self._computer, self._stream, self._connection = computer, stream, connection
         self._hidden, self._max_payload = hidden, max_payload
         self.at_hand = False
+        #: Bytes of what was received and answered here, beside those that the stream counts.
+        self.received = self.sent = 0
         self._lane = np.zeros(4, np.int64)
         self._memory = memoryview(b"")
         self._row = np.empty(0, np.float32)
         self._heads, self._facts = np.empty((0, 28), np.uint8), np.empty((0, 4), np.int32)
         self._known: dict[bytes, int] = {}
         self._forms: list[_Form] = []
+        self._asked: dict[tuple[int, int], tuple[Any, ...]] = {}
+        #: Whether all that came lately was answered here: the connection's numbers lag behind then.
+        self._ahead = False
 
     def learn(self, dispatch: Dispatch) -> None:
         """Know the form of a dispatch that has been answered."""
@@ -98,40 +103,40 @@ class Single:
         row, more = (dispatch_size(1, pairs, hidden, dispatch.dtype) for pairs in (0, 1))
         pairs = min(MOST_PAIRS, (self._max_payload - row) // (more - row))
         facts = (self._computer.layers[dispatch.layer], dispatch.dtype, hidden, pairs)
+        self._asked.clear()
         self._heads = np.vstack([self._heads, np.frombuffer(head, np.uint8)])
         self._facts = np.vstack([self._facts, np.array(facts, np.int32)])
 
-    def receive(self) -> bool:
+    def receive(self, last: float) -> bool:
         """Wait for what comes; True if it is a dispatch that `compute` can take.
 
-        Otherwise the stream has it, whatever it is.
+        Otherwise the stream has it, whatever it is. last: when, by monotonic(), the last frame came
+        or went.
         """
-        stream, connection, lane = self._stream, self._connection, self._lane
-        if not (self._forms and stream.quiet):
+        if not (self._ahead or self._begin()):
             return False
-        lane[_SEQUENCE] = connection.sequence
-        self._memory = stream.room()
-        fine: bool = _native.await_row(
+        stream, lane = self._stream, self._lane
+        if stream.looks:
+            stream.look()
+        if not _native.await_row(
             stream.fileno(), lane, self._memory, self._heads, self._facts, self._computer.held,
             self._row,
-        )  # fmt: skip
-        stream.came(int(lane[_MOVED]), fine)
-        self.at_hand = fine
-        return fine
+        ):  # fmt: skip
+            self._settle(int(lane[_SEQUENCE]))
+            stream.take_over(int(lane[_MOVED]), last)
+            return False
+        self.at_hand = True
+        return True
 
     def compute(self) -> Computed | ErrorReply:
         """What the blocks make of the dispatch that came, in its turn."""
-        _, _, pairs, which = self._lane.tolist()
-        form = self._forms[which]
-        at = HEADER_SIZE + form.dtype.row_bytes(form.row.size) + 8
-        ids = np.ndarray((pairs,), np.uint16, self._memory, at)
-        weights = np.ndarray((pairs,), np.float32, self._memory, at + 2 * pairs)
+        _, moved, pairs, which = self._lane.tolist()
+        self.received += moved
+        asked = self._asked.get((which, pairs)) or self._ask(which, pairs)
         try:
-            return self._computer.compute(
-                form.layer, ReplyMode.SUM, form.row, _offsets(pairs), ids, weights, form.precise
-            )
+            return self._computer.compute(*asked)
         except Exception as error:
-            return self._computer.failed(form.layer, error)
+            return self._computer.failed(self._forms[which].layer, error)
 
     def answer(self, made: Computed | ErrorReply) -> tuple[Reply | ErrorReply, int] | None:
         """Send the reply; else what the connection has to answer, and how much of that has gone."""
@@ -139,28 +144,61 @@ class Single:
         sequence, _, _, which = self._lane.tolist()
         form = self._forms[which]
         if isinstance(made, ErrorReply):
-            return self._hand_over(made), 0
-        values = np.ascontiguousarray(made.values)
+            return self._hand_over(sequence, made), 0
+        values, queue_us, compute_us = made
+        if not values.flags.c_contiguous:
+            values = np.ascontiguousarray(values)
         if not _native.answer_row(
-            self._stream.fileno(), self._lane, form.due, values, form.dtype, *made[1:]
+            self._stream.fileno(), self._lane, form.due, values, form.dtype, queue_us, compute_us
         ):
-            return self._hand_over(self._computer.cannot_carry(form.layer, form.dtype)), 0
+            refusal = self._computer.cannot_carry(form.layer, form.dtype)
+            return self._hand_over(sequence, refusal), 0
         sent = int(self._lane[_MOVED])
         if sent == form.size:
-            self._stream.went(sent)
-            self._connection.skip_to(sequence)
+            self.sent += sent
             return None
         data, _ = encode(values, form.dtype)
-        return self._hand_over(Reply(ReplyMode.SUM, form.dtype, *made[1:], data)), sent
+        reply = Reply(ReplyMode.SUM, form.dtype, queue_us, compute_us, data)
+        return self._hand_over(sequence, reply), sent
 
     def working(self) -> Sequence[Buffer]:
         """A WORKING about the dispatch at hand."""
         return encode_working(int(self._lane[_SEQUENCE]))
 
-    def _hand_over(self, answer: Reply | ErrorReply) -> Reply | ErrorReply:
+    def _begin(self) -> bool:
+        """Whether what comes next can come here."""
+        if not (self._forms and self._stream.quiet):
+            return False
+        self._lane[_SEQUENCE] = self._connection.sequence
+        memory = self._stream.room()
+        if memory is not self._memory:
+            self._memory = memory
+            self._asked.clear()
+        self._ahead = True
+        return True
+
+    def _ask(self, which: int, pairs: int) -> tuple[Any, ...]:
+        """What Computer.compute is given for a dispatch of this form, wherever its memory is."""
+        form = self._forms[which]
+        at = HEADER_SIZE + form.dtype.row_bytes(form.row.size) + 8
+        ids = np.ndarray((pairs,), np.uint16, self._memory, at)
+        weights = np.ndarray((pairs,), np.float32, self._memory, at + 2 * pairs)
+        asked = (
+            form.layer, ReplyMode.SUM, form.row, _offsets(pairs), ids, weights, form.precise
+        )  # fmt: skip
+        if len(self._asked) < MOST_FORMS:
+            self._asked[which, pairs] = asked
+        return asked
+
+    def _settle(self, sequence: int) -> None:
+        """Let the connection go on after `sequence`."""
+        self._ahead = False
+        self._connection.skip_to(sequence)
+
+    def _hand_over(self, sequence: int, answer: Reply | ErrorReply) -> Reply | ErrorReply:
         """Let the connection meet the dispatch, which lies where it came."""
         connection, memory = self._connection, self._memory
-        connection.skip_to(int(self._lane[_SEQUENCE]) - 1)
+        self._settle(sequence - 1)
         connection.feed(memory[:HEADER_SIZE])
         connection.feed(memory[HEADER_SIZE : HEADER_SIZE + connection.needs])
         return answer

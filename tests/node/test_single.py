@@ -148,7 +148,7 @@ def test_pings_and_pieces() -> None:
         link.send([two])
         assert isinstance(link.receive(), Reply) and isinstance(link.receive(), Reply)
         assert isinstance(link.ask(asked), Reply)
-        assert singles(links)[0]._connection.sequence == link.connection.sequence
+        assert singles(links)[0]._lane[0] == link.connection.sequence
 
 
 def test_refusals() -> None:

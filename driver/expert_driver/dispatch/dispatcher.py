@@ -10,13 +10,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from expert_driver.dispatch.fanout import MOST_PAIRS, Fanout, Row
+from expert_driver.dispatch.fanout import Fanout, Row
 from expert_driver.dispatch.gathering import Call, Gathering, Job, parts
 from expert_driver.dispatch.network import Network
 from expert_driver.dispatch.routing import split
 from expert_driver.dispatch.values import Floats, Outputs, Sums, Values
 from expert_driver.figures import DispatchTimes
-from expert_network.model.host import HostArray
+from expert_network.model.host import HostArray, evaluated
 from expert_network.net.rows import encode
 from expert_network.transfer import Transfer
 from expert_protocol.dtypes import WireDType
@@ -42,6 +42,8 @@ class NetworkExperts:
     ) -> None:
         self._network, self.precise = network, precise
         self._transfer = transfer or Transfer()
+        #: Whether NumPy and native code read MLX's arrays where they are.
+        self._plainly = type(self._transfer) is Transfer
         self._wire = network.wanted.wire
         self._fanout: Fanout | None = None
         self._fanned: object = None
@@ -72,7 +74,7 @@ class NetworkExperts:
         ]
         cast = {dtype: _cast(x, dtype) for dtype in dtypes}
         experts, *values = self._transfer.fetch(ids, *cast.values())
-        evaluated = perf_counter()
+        evaluated_at = perf_counter()
         rows = {dtype: _raw(value, dtype) for dtype, value in zip(cast, values, strict=True)}
         weights, made = np.ones(ids.shape, np.float32), Outputs(ids.size, x.shape[-1])
         asked = self._begin(layer, ReplyMode.EXACT, dtypes, rows, experts, weights, made)
@@ -80,7 +82,7 @@ class NetworkExperts:
 
         def finish() -> mx.array:
             outputs = asked.wait().reshape(*ids.shape, x.shape[-1])
-            _report(network, asked, layer, len(experts), entered, evaluated, sent)
+            _report(network, asked, layer, len(experts), entered, evaluated_at, sent)
             return _array(outputs, x, self._transfer).astype(x.dtype)
 
         return finish
@@ -92,7 +94,7 @@ class NetworkExperts:
         network.ready()
         count, hidden = x.shape
         values = self._at_hand(x, ids, weights)
-        evaluated = perf_counter()
+        evaluated_at = perf_counter()
         asked: Row | _Asked | None = None
         if count == 1:
             asked = self._begin_row(layer, hidden, *values)
@@ -102,7 +104,9 @@ class NetworkExperts:
 
         def finish() -> mx.array:
             made = asked.wait()
-            _report(network, asked, layer, count, entered, evaluated, sent)
+            _report(network, asked, layer, count, entered, evaluated_at, sent)
+            if self._plainly and type(x) is mx.array:
+                return mx.array(made)
             return _array(made, x, self._transfer)
 
         return finish
@@ -120,11 +124,13 @@ class NetworkExperts:
 
     def _at_hand(self, x: mx.array, ids: mx.array, weights: mx.array) -> tuple[Any, Any, Any]:
         """Rows as float32 or raw, ids and weights, after one wait for MLX: arrays or buffers."""
-        if x.dtype == mx.float32 and type(self._transfer) is Transfer:
-            found = tuple(_host(array) for array in (x, ids, weights))
-            mx.eval([array for array in found if isinstance(array, mx.array)])
-            return found[0], found[1], found[2]
-        rows, experts, scores = self._transfer.fetch(_cast(x, self._wire), ids, weights)
+        if self._plainly and x.dtype == mx.float32:
+            if type(x) is type(ids) is type(weights) is mx.array:
+                mx.eval(x, ids, weights)
+                return x, ids, weights
+            rows, experts, scores = evaluated(x, ids, weights)
+        else:
+            rows, experts, scores = self._transfer.fetch(_cast(x, self._wire), ids, weights)
         return rows, experts, scores
 
     def _begin_row(
@@ -135,7 +141,7 @@ class NetworkExperts:
         if self._fanned is not network.links:
             self._fanned = network.links
             self._fanout = Fanout.over(network, self._wire, self.precise)
-        if self._fanout is None or experts.size > MOST_PAIRS or not _are_native(experts, scores):
+        if self._fanout is None:
             return None
         return self._fanout.begin(layer, hidden, row, experts, scores)
 
@@ -206,18 +212,6 @@ def _report(
     if network.observer is not None:
         times = (entered, evaluated, sent, done)
         network.observer(DispatchTimes(layer, rows, *times, asked.times()))
-
-
-def _host(array: mx.array) -> Any:
-    """Its values, if they are at hand."""
-    if type(array) is HostArray and array.host is not None:
-        return array.host
-    return array
-
-
-def _are_native(experts: Any, scores: Any) -> bool:
-    """Whether ids and weights are uint32 and float32, in MLX or NumPy."""
-    return experts.dtype in (mx.uint32, np.uint32) and scores.dtype in (mx.float32, np.float32)
 
 
 def _cast(x: mx.array, dtype: WireDType) -> mx.array:

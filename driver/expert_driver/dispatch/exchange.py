@@ -35,11 +35,13 @@ class Exchange:
     When a link fails, every gathering that is owed something on it fails. `lost`: whether one has
     failed or was closed here; who opens it anew takes that back. `settle` is called before links
     are used, and `count` before figures are read: who used links otherwise hands over then.
+    `looks`: whether `look` ever does.
     """
 
     def __init__(self) -> None:
         self._links: dict[int, Link] = {}  # by descriptor
         self._poll, self._patience = select.poll(), Patience()
+        self.looks = self._patience.looks
         self._pushing: set[Link] = set()
         #: When deadlines are looked at next, and when what had come was last looked at anew.
         self._check_at = self._looked = 0.0
@@ -124,7 +126,8 @@ class Exchange:
     # One turn
 
     def _step(self) -> None:
-        self._patience.look(self._poll)
+        if self.looks:
+            self._patience.look(self._poll)
         left = self._check_at - monotonic()
         # Rounded up: poll counts whole milliseconds, and 0 would spin until the deadline.
         for descriptor, events in self._poll.poll(max(0, int(left * 1000) + 1)):

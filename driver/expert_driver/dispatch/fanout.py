@@ -31,13 +31,13 @@ _native: Any = kernels._native if kernels.available() else None
 if not hasattr(_native, "fan_out"):
     _native = None
 
-MOST_NODES = MOST_PAIRS = 256  # of fanout.c
+MOST_NODES = 256  # of fanout.c
 #: Until what has not come is left to the exchange, which knows about deadlines.
 WAIT_S = 0.1
 # What stands where in a row of a plan, as fanout.c has it.
 _DESCRIPTOR, _SEQUENCE, _PAIRS, _, _SENT, _GOT = range(6)
 _COLUMNS, _TIMES, _SUMS = 16, slice(6, 10), slice(10, 16)
-_WHOLE, _NOT_IN_A_ROW = 1, 2  # what fan_out gives
+_WHOLE, _NOT_TAKEN = 1, 2  # what fan_out gives
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,8 @@ class Fanout:
         self.plan[:, _DESCRIPTOR] = [link.descriptor for link in self.links]
         self.rooms = np.empty((len(self.links), 0), np.uint8)
         self._layers: dict[tuple[int, int], _Layer] = {}
-        self._row: Row | None = None
+        #: What is under way.
+        self.row: Row | None = None
         #: Whether the plan has the sequence numbers, and the links lag behind.
         self._ahead = False
         network.exchange.settle()
@@ -82,23 +83,31 @@ class Fanout:
     ) -> Row | None:
         """Ask for one row; None if the exchange has to.
 
-        row: float32 or raw, (1, D) or (1, columns(D)). ids: uint32 and weights: float32, (1, k).
+        row: float32 or raw, (1, D) or (1, columns(D)). ids: uint32 and weights: float32, (1, k);
+        the exchange takes other types.
         """
         known = self._layers.get((layer, hidden))
         if known is None:
             self._layers[layer, hidden] = self._learn(layer, hidden)
             return None
-        if self._row is not None or not (self._ahead or self._quiet()):
+        if self.row is not None or not (self._ahead or self._quiet()):
             return None
         asked = Row(self, known, hidden, row, ids, weights)
-        return asked if asked.send() else None
+        self.row = asked  # before an interrupt can come: who abandons then closes its links
+        sent = _native.fan_out(self.plan, known.head, row, self.dtype, ids, weights, known.owners)
+        if sent == _NOT_TAKEN:
+            self.row = None
+            return None
+        if sent != _WHOLE:
+            self.settle()
+        return asked
 
     def settle(self) -> None:
         """Hand over to the exchange what is under way, and to the links what has been done."""
         if self._ahead:
             self.count()
             self._ahead = False
-            row, self._row = self._row, None
+            row, self.row = self.row, None
             for link, lane in zip(self.links, self.plan.tolist(), strict=True):
                 if not link.closed:
                     # What is under way is asked once more, but of the connection alone.
@@ -116,10 +125,6 @@ class Fanout:
             link.stream.bytes_sent += sent
             link.stream.bytes_received += got
         sums[:] = 0
-
-    def under_way(self, row: Row | None) -> None:
-        """Say what is."""
-        self._row = row
 
     def _learn(self, layer: int, hidden: int) -> _Layer:
         epoch = self.agreement.roster.epoch
@@ -153,27 +158,14 @@ class Row:
         self._gathering: Gathering | None = None
         self.traffic = 0
 
-    def send(self) -> bool:
-        """Send it to all nodes that have a part in it; False if it was not in the right form."""
-        fanout, layer = self._fanout, self._layer
-        fanout.under_way(self)  # before an interrupt can come: who abandons then closes its links
-        sent = _native.fan_out(
-            fanout.plan, layer.head, self._row, fanout.dtype, self._ids, self._weights, layer.owners
-        )
-        if sent == _NOT_IN_A_ROW:
-            fanout.under_way(None)
-            return False
-        if sent != _WHOLE:
-            fanout.settle()
-        return True
-
     def wait(self) -> Floats:
         """The weighted sum, (1, D). Raises NodeError."""
         fanout = self._fanout
         exchange = fanout.network.exchange
         if self._gathering is None:
             try:
-                exchange.look()
+                if exchange.looks:
+                    exchange.look()
                 self.traffic = _native.fan_in(
                     fanout.plan, fanout.rooms, self._layer.due, self._total, fanout.dtype, WAIT_S, 0
                 )
@@ -181,7 +173,7 @@ class Row:
                 exchange.abandon()
                 raise
             if self.traffic:
-                fanout.under_way(None)
+                fanout.row = None
                 return self._total
             fanout.settle()
         assert self._gathering is not None
