@@ -59,7 +59,7 @@ def detect(choice: Kernels = "auto", threads: int | None = None) -> Backend:
     """
     backend = _detect_mlx()
     missing = "" if backend.name == "mlx-cpu" else f"they are for a CPU, and this is {backend.name}"
-    missing = missing or kernels.reason() or ("" if hasattr(kernels, "ffn") else "not complete")
+    missing = missing or kernels.reason()
     if choice == "native" and missing:
         raise BackendMissing(
             f"the native kernels cannot be used ({missing.rstrip('.')}); leave --kernels out, or "

@@ -15,7 +15,9 @@ from threading import Thread
 
 import pytest
 
+from expert_driver import talk
 from expert_driver.cli import main
+from expert_driver.config import NetworkConfig
 from expert_network.store.manifest import MANIFEST, canonical
 from tests.driver.fakes import FakeNode
 from tests.driver.programs import DEMO_STORE, expert_net
@@ -149,6 +151,28 @@ def test_a_store_without_a_tokenizer_takes_no_text(capsys: Capture, tmp_path: Pa
 
 
 # Nodes that do not fit
+
+
+def test_exact_refuses_int8(capsys: Capture) -> None:
+    """--exact with --precision int8 is refused with a sentence, before anything is loaded."""
+    code, _, err = run(capsys, DEMO_STORE, "--exact", "--precision", "int8", "-p", "x")
+    assert code == 3 and "--exact is never computed in int8" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "precise"),
+    [((), False), (("--exact",), True), (("--precision", "f32"), True)],
+)
+def test_precision(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], precise: bool
+) -> None:
+    """Sums are computed in int8 where kernels have it; exact runs, and f32 ones, never are."""
+    found: list[NetworkConfig] = []
+    monkeypatch.setattr(talk, "run", lambda store, config, *_: found.append(config))
+    assert main([str(DEMO_STORE), "-p", "x", "--kernels", "mlx", "--threads", "2", *options]) == 0
+    (config,) = found
+    assert config.computing.precise(config.exact) == precise
+    assert (config.computing.kernels, config.computing.threads) == ("mlx", 2)
 
 
 def test_exact_refuses_another_wire(capsys: Capture, nodes: list[NodeProcess]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from expert_network import backend
+from expert_network import backend, kernels
 from expert_network.backend import Backend, detect
 from expert_network.errors import BackendMissing
 
@@ -27,6 +27,44 @@ def test_the_numerics_id_has_four_parts() -> None:
     """Backend, kernel, precision and instruction set, each of which can change bits."""
     found = Backend("mlx-cpu", "0.32.4-0.32.2", "avx2")
     assert found.numerics("float32") == "mlx-cpu/switch-0.32.4-0.32.2/float32/avx2"
+
+
+def test_native_kernels_have_an_id_of_their_own() -> None:
+    """What they compute depends on their version and instruction set, and not on MLX's."""
+    found = Backend("mlx-cpu", "0.32.4-0.32.2", "dotprod", native=True)
+    assert found.numerics("float32") == f"mlx-cpu/native-{kernels.VERSION}/float32/dotprod"
+    assert found.computing(precise=True) == "native dotprod, f32"
+    assert found.computing(precise=False) == "native dotprod, int8"
+
+
+def test_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native ones run on a CPU where they were built, unless MLX's are chosen; else it is said."""
+    mlx = Backend("mlx-cpu", "1", "avx2")
+    monkeypatch.setattr(backend, "_detect_mlx", lambda: mlx)
+    assert detect("mlx") == mlx
+    if kernels.available():
+        assert detect() == detect("native") == Backend("mlx-cpu", "1", kernels.isa(), native=True)
+    monkeypatch.setattr(kernels, "reason", lambda: "not built")
+    assert detect() == mlx
+    with pytest.raises(BackendMissing, match=r"cannot be used \(not built\); leave --kernels out"):
+        detect("native")
+    monkeypatch.setattr(backend, "_detect_mlx", lambda: Backend("mlx-metal", "1", "gpu"))
+    assert not detect().native
+    with pytest.raises(BackendMissing, match="for a CPU, and this is mlx-metal"):
+        detect("native")
+
+
+@pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+def test_threads() -> None:
+    """As many threads take part in a kernel as were asked for."""
+    before = kernels.threads()
+    try:
+        detect("auto", 1)
+        assert kernels.threads() == 1
+        detect("auto", 3)
+        assert kernels.threads() == 3
+    finally:
+        kernels.set_threads(before)
 
 
 def test_the_limit_of_open_files_stays() -> None:

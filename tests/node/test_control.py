@@ -41,6 +41,7 @@ class FakePartition:
     """Says that it holds node a's blocks; their bytes are reversed, to be told from the disk's."""
 
     numerics, compute_dtype = "made-up", "float32"
+    kernels = "native avx2, int8 (f32 when asked)"
 
     def __init__(self, blocks: dict[int, Any]) -> None:
         self._blocks = blocks
@@ -244,6 +245,7 @@ async def test_status(state: NodeState) -> None:
     assert status["partition"]["layers"]["0"] == state.settled.blocks[0].tolist()
     assert status["partition"]["total_blocks"] == 6
     assert status["trunk"] is True
+    assert status["kernels"] == "native avx2, int8 (f32 when asked)"
 
 
 async def test_metrics(state: NodeState) -> None:
