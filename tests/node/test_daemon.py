@@ -21,6 +21,7 @@ from expert_network.experts.partition import load_partition
 from expert_network.net.stream import open_link
 from expert_network.store.reader import Store
 from expert_protocol.frames import ErrorReply, Goodbye, Reply, ReplyMode, WireDType, Working
+from expert_protocol.header import VERSION
 from expert_roster.rendezvous import partition
 from expert_roster.roster import Roster
 from tests.support.links import SILENCE, dispatch_of, linked
@@ -48,7 +49,7 @@ def test_status(node: NodeProcess, store: Store) -> None:
     """/status tells the roster, the model and exactly the blocks that the roster gives it."""
     status = node.get("/status")
     owned = partition(AB, "a", store.manifest.shape)
-    assert (status["name"], status["protocol"]) == ("a", 1)
+    assert (status["name"], status["protocol"]) == ("a", VERSION)
     assert status["model_digest"] == store.digest
     assert Roster.from_wire(status["roster"]) == AB
     layers = status["partition"]["layers"]
