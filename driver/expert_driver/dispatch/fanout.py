@@ -68,8 +68,6 @@ class Fanout:
         self.row: Row | None = None
         #: Whether the plan has the sequence numbers, and the links lag behind.
         self._ahead = False
-        network.exchange.settle()
-        network.exchange.settle, network.exchange.count = self.settle, self.count
 
     @classmethod
     def over(cls, network: Network, dtype: WireDType, precise: bool) -> Fanout | None:
@@ -137,6 +135,10 @@ class Fanout:
 
     def _quiet(self) -> bool:
         """Whether nothing is under way; then the plan's numbers are the links' own."""
+        # Another plan for these links may be ahead of them: it must not be used again as it is.
+        exchange = self.network.exchange
+        exchange.settle()
+        exchange.settle, exchange.count = self.settle, self.count
         for link in self.links:
             if link.owed or link.waiting or not link.stream.quiet:
                 return False
