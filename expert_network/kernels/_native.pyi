@@ -1,5 +1,6 @@
 """The compiled module. Its contracts are stated in expert_network.kernels."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 VERSION: int
@@ -85,9 +86,14 @@ def fan_out(
 def fan_in(
     plan: Any, rooms: Any, due: bytes, total: Any, form: int, seconds: float, spin: float, /
 ) -> int: ...
-def await_row(
-    descriptor: int, lane: Any, memory: Any, heads: Any, forms: Any, held: Any, row: Any, /
-) -> bool: ...
-def answer_row(
-    descriptor: int, lane: Any, due: bytes, values: Any, form: int, queue: int, compute: int, /
-) -> bool: ...
+def single(
+    lane: Any, memory: Any, heads: Any, dues: Any, forms: Any, held: Any, row: Any, bounds: Any, /
+) -> object: ...
+def serve_row(
+    single: object,
+    descriptor: int,
+    compute: Callable[[int, int], Any],
+    acquire: Callable[[], Any],
+    release: Callable[[], Any],
+    /,
+) -> int: ...

@@ -1,5 +1,5 @@
-/* The node's end of a dispatch of one row in sum mode: from the socket to floats, and from floats
- * to the socket.
+/* The node's end of a dispatch of one row in sum mode: from the socket to the experts, and from
+ * there back to the socket.
  *
  * Whatever is not a frame that has come whole, of a form that is known, is left to the caller. */
 #include "checksum.h"
@@ -14,10 +14,15 @@
 /* For the rest of a frame that has begun; later its link's own deadlines count. */
 #define REST 100000000
 
-/* A link's numbers, int64: the last dispatch's sequence; bytes that came, or of the reply that
- * went; its pairs; which of `heads` it has. */
+#define BOUNDS 18           /* between what histograms count, in microseconds */
+
+/* A link's numbers, int64. sequence: the last dispatch's. moved: bytes that came, or of the reply
+ * that went, or -errno. which: its form. since: when the dispatch at hand came, 0 between two; began: when it
+ * was its turn; both in nanoseconds. What follows grows with each dispatch that was answered. */
 struct lane {
-    int64_t sequence, moved, pairs, which;
+    int64_t sequence, moved, pairs, which, since, began;
+    int64_t dispatches, all_pairs, queue_us, compute_us, received, sent;
+    int64_t queued[BOUNDS + 1], computed[BOUNDS + 1];
 };
 
 /* A form of dispatch, int32. `layer` is a row of `held`. */
@@ -25,41 +30,68 @@ struct form {
     int32_t layer, form, hidden, most_pairs;
 };
 
+/* What a link knows, with the memory that it lies in. */
 struct known {
-    const uint8_t *heads;
+    struct lane *lane;
+    uint8_t *memory;
+    int64_t size;
+    const uint8_t *heads, *dues;
     const struct form *forms;
     long count;
     const uint8_t *held;
     long experts;
     float *row;
+    const double *bounds;
+    uint8_t *raw;             /* for a reply's values */
+    Views views;
 };
 
-static struct lane *lane_of(Views *views, PyObject *object) {
-    const Py_buffer *view = view_array(views, object, "lane", '*', 1, 1);
-    if (view && view->len == sizeof(struct lane)) return view->buf;
-    if (view) PyErr_SetString(PyExc_ValueError, "lane: not int64 (4,)");
-    return NULL;
-}
+static const char *const NAME = "expert_network.kernels.single";
 
-static int take_known(Views *views, PyObject *const *arguments, struct known *known) {
-    const Py_buffer *heads = view_array(views, arguments[0], "heads", 'B', 2, 0);
-    const Py_buffer *forms = heads ? view_array(views, arguments[1], "forms", '*', 2, 0) : NULL;
-    const Py_buffer *held = forms ? view_array(views, arguments[2], "held", '*', 2, 0) : NULL;
-    const Py_buffer *row = held ? view_array(views, arguments[3], "row", 'f', -1, 1) : NULL;
-    if (!row) return -1;
-    *known = (struct known){heads->buf, forms->buf, heads->shape[0], held->buf, held->shape[1],
-                            row->buf};
-    int fine = heads->shape[1] == HEAD && forms->shape[0] == known->count && held->itemsize == 1 &&
+static int take_known(PyObject *const *arguments, struct known *known) {
+    const Py_buffer *lane, *memory, *heads, *dues, *forms, *held, *row, *bounds;
+    Views *views = &known->views;
+    if (!(lane = view_array(views, arguments[0], "lane", '*', 1, 1)) ||
+        !(memory = view_array(views, arguments[1], "memory", 'B', 1, 1)) ||
+        !(heads = view_array(views, arguments[2], "heads", 'B', 2, 0)) ||
+        !(dues = view_array(views, arguments[3], "dues", 'B', 2, 0)) ||
+        !(forms = view_array(views, arguments[4], "forms", '*', 2, 0)) ||
+        !(held = view_array(views, arguments[5], "held", '*', 2, 0)) ||
+        !(row = view_array(views, arguments[6], "row", 'f', 1, 1)) ||
+        !(bounds = view_array(views, arguments[7], "bounds", '*', 1, 0)))
+        return -1;
+    known->lane = lane->buf, known->memory = memory->buf, known->size = memory->len;
+    known->heads = heads->buf, known->dues = dues->buf, known->count = heads->shape[0];
+    known->forms = forms->buf, known->row = row->buf, known->bounds = bounds->buf;
+    known->held = held->buf, known->experts = held->shape[1];
+    int fine = lane->len == sizeof(struct lane) && heads->shape[1] == HEAD && held->itemsize == 1 &&
+               dues->len == heads->len && bounds->len == BOUNDS * sizeof(double) &&
                forms->len == known->count * (Py_ssize_t)sizeof(struct form);
+    size_t most = 1;
     for (long n = 0; fine && n < known->count; n++) {
         const struct form *form = &known->forms[n];
         fine = form->layer >= 0 && form->layer < held->shape[0] && form->form >= 0 &&
                form->form < ROW_FORMS && form->hidden > 0 && form->hidden * 4 <= row->len;
+        size_t size = fine ? (size_t)row_bytes(form->form, form->hidden) : 0;
+        fine = fine && number_at(known->dues + n * HEAD + LENGTH_AT) == TIMES + size;
+        most = size > most ? size : most;
     }
-    if (fine) return 0;
-    PyErr_SetString(PyExc_ValueError, "heads, forms, held, row: they do not go together");
+    if (!fine) {
+        PyErr_SetString(PyExc_ValueError, "lane, heads, forms, held, row: they do not go together");
+        return -1;
+    }
+    if ((known->raw = PyMem_Malloc(most))) return 0;
+    PyErr_NoMemory();
     return -1;
 }
+
+static void forget(struct known *known) {
+    views_release(&known->views);
+    PyMem_Free(known->raw);
+    PyMem_Free(known);
+}
+
+static void forget_capsule(PyObject *capsule) { forget(PyCapsule_GetPointer(capsule, NAME)); }
 
 /* But for the sequence number and the length. */
 static int same_head(const uint8_t *a, const uint8_t *b) {
@@ -76,7 +108,9 @@ static long find(const uint8_t *frame, const struct known *known, long last) {
     return -1;
 }
 
-static int read_row(const uint8_t *frame, const struct known *known, struct lane *lane) {
+static int read_row(const struct known *known) {
+    const uint8_t *frame = known->memory;
+    struct lane *lane = known->lane;
     long which = known->count && lane->moved >= HEADER ? find(frame, known, lane->which) : -1;
     if (which < 0 || number_at(frame + SEQUENCE_AT) != following(lane->sequence)) return 0;
     const struct form *form = &known->forms[which];
@@ -107,7 +141,9 @@ static int read_row(const uint8_t *frame, const struct known *known, struct lane
 static int64_t receive(int descriptor, uint8_t *memory, int64_t size) {
     int64_t got = 0, until = 0, left;
     for (;;) {
-        ssize_t count = recv(descriptor, memory + got, (size_t)(size - got), 0);
+        ssize_t count;
+        do count = recv(descriptor, memory + got, (size_t)(size - got), 0);
+        while (count < 0 && errno == EINTR);
         if (count <= 0) return got;
         got += count;
         if (got == size || (got >= HEADER && got >= HEADER + (int64_t)number_at(memory + LENGTH_AT)))
@@ -119,75 +155,106 @@ static int64_t receive(int descriptor, uint8_t *memory, int64_t size) {
     }
 }
 
-/* arguments: descriptor, lane, memory, heads, forms, held, row */
-static int await(Views *views, PyObject *const *arguments) {
-    struct known known;
-    int descriptor = (int)PyLong_AsLong(arguments[0]);
-    struct lane *lane = PyErr_Occurred() ? NULL : lane_of(views, arguments[1]);
-    const Py_buffer *memory = lane ? view_array(views, arguments[2], "memory", 'B', 1, 1) : NULL;
-    if (!memory || take_known(views, arguments + 3, &known)) return -1;
-    int fine;
-    Py_BEGIN_ALLOW_THREADS
-    lane->moved = receive(descriptor, memory->buf, memory->len);
-    fine = read_row(memory->buf, &known, lane);
-    Py_END_ALLOW_THREADS
-    return fine;
+static void count(int64_t *histogram, const double *bounds, int64_t microseconds) {
+    int n = 0;
+    while (n < BOUNDS && (double)microseconds > bounds[n]) n++;
+    histogram[n]++;
 }
 
-/* arguments: descriptor, lane, due, values, form, queue_us, compute_us */
-static int answer(Views *views, PyObject *const *arguments) {
-    uint8_t header[HEADER], times[TIMES];
-    int descriptor = (int)PyLong_AsLong(arguments[0]);
-    struct lane *lane = PyErr_Occurred() ? NULL : lane_of(views, arguments[1]);
-    const uint8_t *due = lane ? head_of(views, arguments[2], "due") : NULL;
-    const Py_buffer *values = due ? view_array(views, arguments[3], "values", 'f', -1, 0) : NULL;
-    if (!values) return -1;
-    long form = PyLong_AsLong(arguments[4]), hidden = (long)(values->len / 4);
-    unsigned long queue = PyLong_AsUnsignedLongMask(arguments[5]);
-    unsigned long compute = PyLong_AsUnsignedLongMask(arguments[6]);
-    if (PyErr_Occurred()) return -1;
-    size_t size = form < 0 || form >= ROW_FORMS ? 0 : (size_t)row_bytes(form, hidden);
-    if (!size || number_at(due + LENGTH_AT) != TIMES + size) {
-        PyErr_SetString(PyExc_ValueError, "values: not of the size that is due");
-        return -1;
-    }
-    uint8_t *raw = PyMem_Malloc(size);
-    if (!raw) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    int fine;
-    Py_BEGIN_ALLOW_THREADS
-    fine = kernels->forms[form].encode(values->buf, hidden, raw, raw + hidden * value_bytes(form));
-    lane->moved = 0;
-    if (fine) {
-        memcpy(header, due, HEAD);
-        put_number(header + SEQUENCE_AT, (uint32_t)lane->sequence);
-        put_number(times, (uint32_t)queue), put_number(times + 4, (uint32_t)compute);
-        uint32_t crc = checksum(checksum(0, header, HEAD), times, TIMES);
-        put_number(header + HEAD, checksum(crc, raw, size));
-        struct iovec parts[] = {{header, HEADER}, {times, TIMES}, {raw, size}};
-        struct msghdr message = {.msg_iov = parts, .msg_iovlen = 3};
-        ssize_t sent = sendmsg(descriptor, &message, MSG_NOSIGNAL);
-        lane->moved = sent < 0 ? 0 : sent;
-    }
-    Py_END_ALLOW_THREADS
-    PyMem_Free(raw);
-    return fine;
+enum { LEFT, ANSWERED, FAILED, NOT_FINITE, CUT };
+
+/* Send `values`, which took so long, as the reply that is due. */
+static int reply(struct known *known, int descriptor, const float *values, int64_t ended) {
+    struct lane *lane = known->lane;
+    const struct form *form = &known->forms[lane->which];
+    size_t size = (size_t)row_bytes(form->form, form->hidden);
+    uint8_t header[HEADER], times[TIMES], *scales = known->raw + form->hidden * value_bytes(form->form);
+    int64_t queue = (lane->began - lane->since) / 1000, compute = (ended - lane->began) / 1000;
+    lane->since = lane->moved = 0;
+    if (!kernels->forms[form->form].encode(values, form->hidden, known->raw, scales))
+        return NOT_FINITE;
+    memcpy(header, known->dues + lane->which * HEAD, HEAD);
+    put_number(header + SEQUENCE_AT, (uint32_t)lane->sequence);
+    put_number(times, queue > UINT32_MAX ? UINT32_MAX : (uint32_t)queue);
+    put_number(times + 4, compute > UINT32_MAX ? UINT32_MAX : (uint32_t)compute);
+    uint32_t crc = checksum(checksum(0, header, HEAD), times, TIMES);
+    put_number(header + HEAD, checksum(crc, known->raw, size));
+    struct iovec parts[] = {{header, HEADER}, {times, TIMES}, {known->raw, size}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 3};
+    ssize_t sent;
+    do sent = sendmsg(descriptor, &message, MSG_NOSIGNAL);
+    while (sent < 0 && errno == EINTR);
+    lane->moved = sent < 0 ? -errno : sent;
+    if (lane->moved != (int64_t)(HEADER + TIMES + size)) return CUT;
+    lane->dispatches++, lane->all_pairs += lane->pairs, lane->sent += sent;
+    lane->queue_us += queue, lane->compute_us += compute;
+    count(lane->queued, known->bounds, queue), count(lane->computed, known->bounds, compute);
+    return ANSWERED;
 }
 
-static PyObject *await_row(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+/* Compute and reply; `lock` is held while the reply goes. FAILED without values. */
+static int answer(struct known *known, int descriptor, PyObject *compute, PyObject *acquire,
+                  PyObject *release) {
+    struct lane *lane = known->lane;
+    PyObject *made = PyObject_CallFunction(compute, "LL", lane->which, lane->pairs);
+    if (!made) return -1;
+    int64_t ended = clock_now();
+    Views views;
+    views.count = 0;
+    const Py_buffer *values = made == Py_None ? NULL : view_array(&views, made, "values", 'f', -1, 0);
+    int result = made == Py_None ? FAILED : values ? ANSWERED : -1;
+    if (values && values->len != known->forms[lane->which].hidden * 4) {
+        PyErr_SetString(PyExc_ValueError, "values: of another size than the row");
+        result = -1;
+    }
+    if (result == ANSWERED) {
+        PyObject *held = PyObject_CallNoArgs(acquire);
+        if (held) {
+            Py_BEGIN_ALLOW_THREADS
+            result = reply(known, descriptor, values->buf, ended);
+            Py_END_ALLOW_THREADS
+            Py_DECREF(held);
+            held = PyObject_CallNoArgs(release);
+        }
+        if (!held) result = -1;
+        Py_XDECREF(held);
+    }
+    views_release(&views);
+    Py_DECREF(made);
+    return result;
+}
+
+static PyObject *single(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
-    return call_with_views(await, "await_row", arguments, count, 7);
+    if (count != 8) return PyErr_Format(PyExc_TypeError, "single: %zd arguments, not 8", count);
+    struct known *known = PyMem_Calloc(1, sizeof *known);
+    if (!known) return PyErr_NoMemory();
+    PyObject *capsule = take_known(arguments, known) ? NULL : PyCapsule_New(known, NAME, forget_capsule);
+    if (!capsule) forget(known);
+    return capsule;
 }
 
-static PyObject *answer_row(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *serve_row(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
-    return call_with_views(answer, "answer_row", arguments, count, 7);
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "serve_row: %zd arguments, not 5", count);
+    struct known *known = PyCapsule_GetPointer(arguments[0], NAME);
+    int descriptor = known ? (int)PyLong_AsLong(arguments[1]) : -1;
+    if (PyErr_Occurred()) return NULL;
+    int result;
+    Py_BEGIN_ALLOW_THREADS
+    known->lane->moved = receive(descriptor, known->memory, known->size);
+    result = read_row(known) ? ANSWERED : LEFT;
+    if (result) {
+        known->lane->received += known->lane->moved;
+        known->lane->since = known->lane->began = clock_now();
+    }
+    Py_END_ALLOW_THREADS
+    if (result) result = answer(known, descriptor, arguments[2], arguments[3], arguments[4]);
+    return result < 0 ? NULL : PyLong_FromLong(result);
 }
 
 PyMethodDef single_methods[] = {
-    {"await_row", (PyCFunction)(void (*)(void))await_row, METH_FASTCALL, NULL},
-    {"answer_row", (PyCFunction)(void (*)(void))answer_row, METH_FASTCALL, NULL},
+    {"single", (PyCFunction)(void (*)(void))single, METH_FASTCALL, NULL},
+    {"serve_row", (PyCFunction)(void (*)(void))serve_row, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -6,6 +6,8 @@ the time; a driver, who has several links, waits in poll() and then takes what h
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import socket
 import struct
@@ -188,6 +190,14 @@ class FrameStream(Generic[E]):
         if count:
             self._begun_at = self._came_at = monotonic()
             self._inbox.came(count)
+
+    def broken(self, sent: int, timeout: float) -> ExpertNetworkError:
+        """Close after other hands could not send; why: `sent` bytes went, or -errno it was."""
+        again = sent >= 0 or -sent in (errno.EAGAIN, errno.EWOULDBLOCK)
+        gone = self._gone(OSError(-sent, os.strerror(-sent))) if not again else None
+        error = gone or self._not_taken(timeout)
+        self.close(error)
+        return error
 
     def adopt(self, buffers: Sequence[Buffer], sent: int, came: memoryview, since: float) -> int:
         """Go on with a frame that other hands have begun to send; its size in bytes.

@@ -7,7 +7,7 @@ from collections import deque
 from threading import Lock
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,25 +89,18 @@ class Turns:
                 self._taken = False
 
 
-class Computed(NamedTuple):
-    """What blocks have made of a dispatch: `values` as Blocks.compute gives them, and the times."""
-
-    values: NDArray[np.float32]
-    queue_us: int
-    compute_us: int
-
-
 class Computer:
     """Answers the dispatches of all links from one node's blocks, one at a time.
 
     node: this node's name. shape: (layer, experts) of every MoE layer. `held` says of each layer,
     in the order of `layers`, which experts are here: bool (layers, 65536), one entry for every id
-    that the wire can carry, so that no id needs a check of its own.
+    that the wire can carry, so that no id needs a check of its own. Whoever asks `blocks` does so
+    in `turns`.
     """
 
     def __init__(self, node: str, blocks: Blocks, shape: list[tuple[int, int]], counters: Counters):
-        self._node, self._blocks, self._counters = node, blocks, counters
-        self._turns = Turns()
+        self._node, self.blocks, self._counters = node, blocks, counters
+        self.turns = Turns()
         self._exact = WireDType.for_compute(blocks.compute_dtype)
         self._experts = dict(shape)
         self.layers = {layer: place for place, layer in enumerate(self._experts)}
@@ -126,27 +119,8 @@ class Computer:
         except Exception as error:
             return self.failed(dispatch.layer, error)
 
-    def compute(
-        self,
-        layer: int,
-        mode: ReplyMode,
-        rows: NDArray[np.float32],
-        offsets: NDArray[np.uint32],
-        ids: NDArray[np.uint16],
-        weights: NDArray[np.float32],
-        precise: bool,
-    ) -> Computed:
-        """What Blocks.compute makes of it, in its turn, and counted."""
-        asked = perf_counter()
-        with self._turns:
-            began = perf_counter()
-            values = self._blocks.compute(layer, mode, rows, offsets, ids, weights, precise)
-            ended = perf_counter()
-        self._counters.computed(len(rows), len(ids), began - asked, ended - began)
-        return Computed(values, round((began - asked) * 1e6), round((ended - began) * 1e6))
-
     def failed(self, layer: int, error: Exception) -> ErrorReply:
-        """The refusal when `compute` has raised."""
+        """The refusal when the blocks have raised."""
         log.exception("layer %d could not be computed", layer)
         what = f"{type(error).__name__}: {error}"
         message = f"node {self._node} failed to compute layer {layer} ({what})"
@@ -188,16 +162,22 @@ class Computer:
         if not (finite and WireDType.F32.finite(dispatch.weights)):
             message = f"the dispatch for layer {dispatch.layer} has values that are not finite"
             return ErrorReply(ErrorCode.BAD_VALUES, message)
-        values, queue_us, compute_us = self.compute(
-            dispatch.layer,
-            dispatch.mode,
-            rows,
-            dispatch.offsets,
-            dispatch.ids,
-            dispatch.weights,
-            dispatch.precise,
-        )
+        asked = perf_counter()
+        with self.turns:
+            began = perf_counter()
+            values = self.blocks.compute(
+                dispatch.layer,
+                dispatch.mode,
+                rows,
+                dispatch.offsets,
+                dispatch.ids,
+                dispatch.weights,
+                dispatch.precise,
+            )
+            ended = perf_counter()
         data, finite = encode(values, dispatch.dtype)
         if not finite:
             return self.cannot_carry(dispatch.layer, dispatch.dtype)
+        self._counters.computed(len(rows), len(dispatch.ids), began - asked, ended - began)
+        queue_us, compute_us = round((began - asked) * 1e6), round((ended - began) * 1e6)
         return Reply(dispatch.mode, dispatch.dtype, queue_us, compute_us, data)

@@ -220,11 +220,15 @@ class Link:
                 self._connection,
                 links.hidden,
                 links.welcome.max_payload,
+                self._sending,
             )
 
     def run(self) -> None:
         """Serve until either side ends it. Closes the socket; raises nothing."""
         log.info("%s opened a link", self._peer)
+        counters, single = self._links.counters, self._single
+        if single is not None:
+            counters.watch(single.counts)
         try:
             self._serve()
         except Cancelled:
@@ -236,14 +240,15 @@ class Link:
             log.warning("%s was refused: %s", self._peer, error)
         except Exception:
             log.exception("the link from %s failed", self._peer)
+        if single is not None:
+            counters.forget(single.counts)
         self._part()
         log.info("%s has left, after %d dispatches", self._peer, self._dispatches)
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes received and sent."""
-        single = self._single
-        received, sent = (0, 0) if single is None else (single.received, single.sent)
+        received, sent = (0, 0) if self._single is None else self._single.traffic
         return self.stream.bytes_received + received, self.stream.bytes_sent + sent
 
     def say_working(self) -> None:
@@ -252,22 +257,26 @@ class Link:
         For the watch, which must never wait: not for a REPLY that is on its way, nor for a driver
         that does not read.
         """
-        since = self._since
+        since = self._busy_since()
         if since is None or monotonic() - since < self._limits.working / 2:
             return
         if not self._sending.acquire(blocking=False):
             return
         try:
-            if self._since is not None and _writable(self.stream.fileno()):
+            if self._busy_since() is not None and _writable(self.stream.fileno()):
                 self.stream.send(self._working(), self._limits.send)
         except ExpertNetworkError as error:
             log.debug("no WORKING to %s: %s", self._peer, error)  # its own thread will meet it
         finally:
             self._sending.release()
 
+    def _busy_since(self) -> float | None:
+        since = self._since
+        return self._single.since if since is None and self._single else since
+
     def _working(self) -> Sequence[Buffer]:
         single = self._single
-        return single.working() if single and single.at_hand else self._connection.working()
+        return single.working() if single and single.since else self._connection.working()
 
     def _serve(self) -> None:
         event = self.stream.receive(self._limits.handshake)
@@ -276,7 +285,11 @@ class Link:
         single = self._single
         while self._links.ending is None:
             if single is not None:
-                self._serve_singles(single)
+                refusal = single.serve(self._links, self._limits.send)
+                if refusal is not None:
+                    with self._sending:
+                        self._answer(refusal)
+                    continue
                 if self._links.ending is not None:
                     return
             match self._next():
@@ -342,28 +355,14 @@ class Link:
             self._since = None
             self._answer(answer)
 
-    def _serve_singles(self, single: Single) -> None:
-        """Answer what comes, until it is anything but dispatches that `single` knows."""
-        links, last = self._links, 0.0
-        while links.ending is None and single.receive(last):
-            self._since = last = monotonic()
-            made = single.compute()
-            self._dispatches += 1
-            with self._sending:
-                self._since = None
-                answer = single.answer(made)
-                if answer is not None:
-                    self._answer(*answer)
-
-    def _answer(self, answer: Reply | ErrorReply, sent: int = 0) -> None:
-        """Send what is left of it after `sent` bytes."""
+    def _answer(self, answer: Reply | ErrorReply) -> None:
         if isinstance(answer, Reply):
             frame = self._connection.reply(answer)
         else:
             self._links.counters.refused(answer.code)
             log.warning("a dispatch of %s was refused: %s", self._peer, answer.message)
             frame = self._connection.error(answer.code, answer.message)
-        self.stream.send(frame, self._limits.send, sent)
+        self.stream.send(frame, self._limits.send)
 
     def _send(self, frame: Sequence[Buffer]) -> None:
         with self._sending:

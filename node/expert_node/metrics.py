@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -43,6 +44,12 @@ class Histogram:
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.total += seconds
 
+    def add(self, now: Sequence[int], before: Sequence[int], seconds: float) -> None:
+        """Count those that are in `now` and were not in `before`, `seconds` in all."""
+        for place, (count, earlier) in enumerate(zip(now, before, strict=True)):
+            self.counts[place] += count - earlier
+        self.total += seconds
+
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, how many were at most that long), the last one "+Inf"."""
         names = [*(repr(bound) for bound in BOUNDS), "+Inf"]
@@ -53,11 +60,30 @@ class Histogram:
         return pairs
 
 
+class Counts(NamedTuple):
+    """What one link has answered natively since it began. Seconds, and counts as Histogram's."""
+
+    dispatches: int
+    rows: int
+    pairs: int
+    queue_s: float
+    compute_s: float
+    queued: Sequence[int]
+    computed: Sequence[int]
+
+
+Source = Callable[[], Counts]
+
+
 class Counters:
-    """Counts since the node started. Any thread may add; a reader sees them a moment apart."""
+    """Counts since the node started. Any thread may add; a reader sees them a moment apart.
+
+    `refresh` before reading: some links count for themselves.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
+        self._sources: dict[Source, Counts] = {}
         self.dispatches = self.rows = self.pairs = 0
         self.links_opened = 0
         self.bytes_received = self.bytes_sent = 0  # of links that have ended
@@ -72,6 +98,28 @@ class Counters:
             self.pairs += pairs
             self.queue.observe(queued)
             self.compute.observe(computed)
+
+    def watch(self, source: Source) -> None:
+        """Count what `source` counts too."""
+        with self._lock:
+            self._sources[source] = source()
+
+    def forget(self, source: Source) -> None:
+        """Count what `source` has counted so far, and no more."""
+        self.refresh()
+        with self._lock:
+            del self._sources[source]
+
+    def refresh(self) -> None:
+        """Add what the sources have counted since."""
+        with self._lock:
+            for source, before in self._sources.items():
+                self._sources[source] = now = source()
+                self.dispatches += now.dispatches - before.dispatches
+                self.rows += now.rows - before.rows
+                self.pairs += now.pairs - before.pairs
+                self.queue.add(now.queued, before.queued, now.queue_s - before.queue_s)
+                self.compute.add(now.computed, before.computed, now.compute_s - before.compute_s)
 
     def refused(self, code: ErrorCode) -> None:
         """One ERROR frame was sent."""
@@ -99,6 +147,7 @@ class _NodeCollector(Collector):
         self._counters, self._info, self._gauges = counters, info, gauges
 
     def collect(self) -> Iterator[Metric]:
+        self._counters.refresh()
         yield InfoMetricFamily(
             f"{PREFIX}build", "What runs here and what it serves.", dict(self._info)
         )

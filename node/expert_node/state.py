@@ -51,6 +51,7 @@ class NodeState:
     def status(self, serving: Serving) -> dict[str, Any]:
         """The body of /status. Memory and partition in bytes."""
         settled, partition = self.settled, serving.partition
+        self.counters.refresh()
         manifest, roster = settled.store.manifest, settled.roster
         return {
             "name": settled.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import select
 import socket
@@ -547,6 +548,23 @@ def test_closing_says_why(pair: Pair) -> None:
     with pytest.raises(Cancelled, match="cut off"):
         pair.stream.send([b"x"])
     pair.assert_closed(Cancelled)
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "words"),
+    [
+        (-errno.EPIPE, NodeClosed, "reset the link"),
+        (-errno.EAGAIN, NodeTimeout, "took no bytes for 3 s"),
+        (7, NodeTimeout, "took no bytes for 3 s"),
+    ],
+)
+def test_what_other_hands_could_not_send(
+    pair: Pair, sent: int, error: type[Exception], words: str
+) -> None:
+    """The stream is closed, and says what its own sending would have said."""
+    caught = pair.stream.broken(sent, 3)
+    assert isinstance(caught, error) and words in str(caught)
+    pair.assert_closed(error)
 
 
 def test_finish_on_a_dead_peer_is_quiet(pair: Pair) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from expert_node.metrics import BOUNDS, GAUGES, Counters, Histogram, exposition
+from expert_node.metrics import BOUNDS, GAUGES, Counters, Counts, Histogram, exposition
 from expert_protocol.frames import ErrorCode
 
 
@@ -50,6 +50,28 @@ def test_counts_are_read_when_asked() -> None:
     expose()
     counters.computed(1, 1, 0.0, 0.0)
     assert read(expose())["expert_node_dispatches_total", ()] == 1
+
+
+def test_links_that_count_for_themselves() -> None:
+    """What a source counts while it is watched is counted once, and stays when it is forgotten."""
+    before, after = [0] * (len(BOUNDS) + 1), [0] * (len(BOUNDS) + 1)
+    before[0], after[0], after[2] = 5, 6, 2
+    now = Counts(5, 5, 9, 0.5, 1.0, before, before)
+    counters = Counters()
+    counters.computed(1, 1, 0.0, 0.0)
+
+    def source() -> Counts:
+        return now
+
+    counters.watch(source)
+    now = Counts(8, 8, 20, 0.75, 3.0, after, after)
+    counters.refresh()
+    counters.forget(source)
+    now = Counts(90, 90, 90, 9.0, 9.0, after, after)
+    counters.refresh()
+    assert (counters.dispatches, counters.rows, counters.pairs) == (4, 4, 12)
+    assert (counters.queue.total, counters.compute.total) == (0.25, 2.0)
+    assert counters.queue.counts[:3] == [2, 0, 2]
 
 
 @pytest.mark.parametrize("seconds", [0.0, BOUNDS[0], BOUNDS[3], 1e9])

@@ -126,6 +126,8 @@ def test_the_bits_of_the_stream(dtype: WireDType) -> None:
                 if isinstance(reply := link.ask(asked), Reply)
             ]
         counters = links.counters
+        histograms = sum(counters.queue.counts), sum(counters.compute.counts)
+        assert histograms == (counters.dispatches, counters.dispatches)
         found.append((blocks.asked, data, counters.dispatches, counters.rows, counters.pairs))
         assert links.traffic() == (link.stream.bytes_sent, link.stream.bytes_received)
     assert found[0] == found[1]
