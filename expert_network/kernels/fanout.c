@@ -10,6 +10,7 @@
 #include <sys/uio.h>
 
 #define MOST_NODES 256
+#define LOOK_MS 5         /* to wait for one node before the others are looked at */
 
 /* One node: a row of the plan, which is int64 (nodes, 16). Times in nanoseconds. What stands after
  * `replied_at` grows with each dispatch that was answered as it should be. */
@@ -185,26 +186,40 @@ static void take(struct lane *lane, uint8_t *room, struct due *due) {
     lane->queue_us = number_at(room + HEADER), lane->compute_us = number_at(room + HEADER + 4);
 }
 
-/* Until all have replied (1), one is odd or the time is over (0), or a signal came (-1). */
-static int gather(struct lane *lanes, long nodes, struct due *due, int64_t until, int64_t spin_until) {
+/* Take from every node that has something to say. -1 for a signal. */
+static int take_all(struct lane *lanes, long nodes, struct due *due) {
     struct pollfd owing[MOST_NODES];
-    long who[MOST_NODES];
-    for (int64_t time = clock_now();; time = clock_now()) {
-        long count = 0;
-        for (long node = 0; node < nodes; node++)
-            if (lanes[node].state == ASKED) {
-                owing[count] = (struct pollfd){(int)lanes[node].descriptor, POLLIN, 0};
-                who[count++] = node;
-            } else if (lanes[node].state == ODD) {
-                return 0;
-            }
-        if (!count) return 1;
-        if (time >= until) return 0;
-        int wait = time < spin_until ? 0 : (int)((until - time) / 1000000) + 1;
-        int ready = poll(owing, (nfds_t)count, wait);
+    for (long node = 0; node < nodes; node++) {
+        int descriptor = lanes[node].state == ASKED ? (int)lanes[node].descriptor : -1;
+        owing[node] = (struct pollfd){descriptor, POLLIN, 0};
+    }
+    if (poll(owing, (nfds_t)nodes, 0) < 0) return errno == EINTR ? -1 : 0;
+    for (long node = 0; node < nodes; node++)
+        if (owing[node].revents) take(&lanes[node], due->rooms + due->room * (size_t)node, due);
+    return 0;
+}
+
+/* Until all have replied (1), one is odd or the time is over (0), or a signal came (-1). Waits for
+ * one node after the other, since to be woken for each reply takes the nodes' time where cores are
+ * few; but never for long without looking at the others. */
+static int gather(struct lane *lanes, long nodes, struct due *due, int64_t until, int64_t spin_until) {
+    long node = 0;
+    for (int64_t time = clock_now();;) {
+        while (node < nodes && (lanes[node].state == UNASKED || lanes[node].state == REPLIED)) node++;
+        if (node == nodes) return 1;
+        if (lanes[node].state == ODD) return 0;
+        int64_t got = lanes[node].got;
+        take(&lanes[node], due->rooms + due->room * (size_t)node, due);
+        if (lanes[node].state != ASKED || lanes[node].got != got) continue;
+        struct pollfd owing = {(int)lanes[node].descriptor, POLLIN, 0};
+        int ready = poll(&owing, 1, time < spin_until ? 0 : LOOK_MS);
         if (ready < 0) return errno == EINTR ? -1 : 0;
-        for (long n = 0; n < count && ready > 0; n++)
-            if (owing[n].revents) take(&lanes[who[n]], due->rooms + due->room * (size_t)who[n], due);
+        time = clock_now();
+        if (ready || time < spin_until) continue;
+        if (take_all(lanes, nodes, due)) return -1;
+        for (long other = 0; other < nodes; other++)
+            if (lanes[other].state == ODD) return 0;
+        if (time >= until) return 0;
     }
 }
 

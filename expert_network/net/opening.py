@@ -57,6 +57,9 @@ def prepare(sock: socket.socket) -> None:
     """Make a TCP socket fit for a link: no delay for small frames, and a dead peer is noticed."""
     with suppress(OSError):  # a socket pair has no such options
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Linux: a large frame's first segments are acknowledged at once, and so the others follow.
+        if hasattr(socket, "TCP_QUICKACK"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # macOS calls the first one TCP_KEEPALIVE.
     idle = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None))
