@@ -38,7 +38,9 @@ class Backend:
 
     def numerics(self, compute_dtype: str) -> str:
         """The id that two processes must share to promise each other identical bits."""
-        kernel = f"native-{kernels.VERSION}" if self.native else f"switch-{self.version}"
+        # MLX computes the layers that the native kernels lack: so its version counts either way.
+        kernel = f"native-{kernels.VERSION}" if self.native else "switch"
+        kernel = f"{kernel}-{self.version}"
         return f"{self.name}/{kernel}/{compute_dtype}/{self.isa}"
 
     def computing(self, precise: bool) -> str:

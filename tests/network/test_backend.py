@@ -30,9 +30,12 @@ def test_the_numerics_id_has_four_parts() -> None:
 
 
 def test_native_kernels_have_an_id_of_their_own() -> None:
-    """What they compute depends on their version and instruction set, and not on MLX's."""
+    """It has their version and instruction set, and MLX's version: some layers are left to MLX."""
     found = Backend("mlx-cpu", "0.32.4-0.32.2", "dotprod", native=True)
-    assert found.numerics("float32") == f"mlx-cpu/native-{kernels.VERSION}/float32/dotprod"
+    assert (
+        found.numerics("float32")
+        == f"mlx-cpu/native-{kernels.VERSION}-0.32.4-0.32.2/float32/dotprod"
+    )
     assert found.computing(precise=True) == "native dotprod, f32"
     assert found.computing(precise=False) == "native dotprod, int8"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,7 +76,8 @@ def test_a_second_build_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert [compiled(), compiled()] == [1, 0]
 
 
-def test_the_module_is_of_these_sources() -> None:
-    """Where the module is there, it was built from the version that the package is of."""
-    if os.path.exists(hatch_build.ROOT / hatch_build.MODULE):
+def test_the_kernels_are_there_where_there_is_a_compiler() -> None:
+    """An installation whose build failed in silence, or is older than these sources, is found here:
+    the other tests of the kernels are skipped then."""
+    if shutil.which(shlex.split(os.environ.get("CC", "cc"))[0]):
         assert kernels.available(), kernels.reason()
