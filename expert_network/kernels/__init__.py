@@ -7,6 +7,7 @@ the GIL; concurrent ones take turns.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ try:
     from expert_network.kernels import _native
     from expert_network.kernels._native import Matrix as Matrix
 except ImportError as error:
-    _reason = f"not built ({error})"
+    _reason = f"they cannot be loaded: {error}" if find_spec(f"{__name__}._native") else "not built"
 else:
     _reason = "" if _native.VERSION == VERSION else "built from other sources: reinstall"
 
