@@ -53,16 +53,24 @@ struct layout {
  * streams for the memory, each through rows that follow one another. (Neighbours in step would be
  * one stream, which is read half as fast.) */
 #define STREAMS 4
-/* Bytes between what is computed and what is asked for. */
+/* Bytes between what is computed and what is asked for: of weights, and of scales and biases. */
 #define AHEAD 2048
+#define SCALES_AHEAD 128
+
+static inline void ask_lines(const uint8_t *p, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+}
 
 /* Ask for the beginnings of the streams through rows first..first + count of matrix `expert`, some
  * microseconds before they are multiplied by one row: nothing else can see that they come next. */
 static inline void ask_for(const struct matrix *m, long expert, long first, long count) {
-    const uint8_t *p = m->weight + (size_t)(expert * m->rows + first) * m->row_bytes;
-    size_t stream = (size_t)(count / STREAMS) * m->row_bytes;
-    for (size_t at = 0; at < AHEAD && at < stream; at += 64)
-        for (int s = 0; s < STREAMS; s++) __builtin_prefetch(p + (size_t)s * stream + at);
+    size_t rows = (size_t)(count / STREAMS), bytes = rows * m->row_bytes;
+    for (size_t s = 0; s < STREAMS; s++) {
+        size_t row = (size_t)(expert * m->rows + first) + s * rows;
+        ask_lines(m->weight + row * m->row_bytes, bytes < AHEAD ? bytes : AHEAD);
+        if (m->scales) ask_lines(m->scales + row * m->scale_bytes, SCALES_AHEAD);
+        if (m->biases) ask_lines(m->biases + row * m->scale_bytes, SCALES_AHEAD);
+    }
 }
 
 void layout_of(const struct matrix *matrix, int precision, struct layout *layout);

@@ -40,10 +40,14 @@ INLINE vb unpack(int format, const uint8_t *block, int step) {
     return format == FP4 ? fp4_values(fields) : fields;
 }
 
+INLINE int element_size(enum element element) {
+    return element == F32 ? 4 : element == E8M0 ? 1 : 2;
+}
+
 /* `count` elements (8 at most, then 0) as floats. */
 INLINE vf load_elements(enum element element, const uint8_t *p, long count) {
     uint8_t whole[32] = {0};
-    int size = element == F32 ? 4 : element == E8M0 ? 1 : 2;
+    int size = element_size(element);
     if (count < LANES) {
         memcpy(whole, p, (size_t)(count * size));
         p = whole;
@@ -60,16 +64,16 @@ INLINE vf load_elements(enum element element, const uint8_t *p, long count) {
     return v;
 }
 
-/* The scales and biases of up to 8 groups of one row, from group `first`: element = q * scale +
- * bias, with q as unpack gives it. Beyond the row's groups both are 0. */
-INLINE void load_scales(int format, const struct matrix *m, long row, long first, vf *scale,
-                        vf *bias) {
-    enum element element = format == FP4 ? E8M0 : m->element == E8M0 ? F32 : m->element;
-    long size = element == F32 ? 4 : element == E8M0 ? 1 : 2;
+/* The scales and biases of up to 8 groups of one row, from group `first`: value = q * scale +
+ * bias, with q as unpack gives it. Beyond the row's groups both are 0. `element` is the matrix's:
+ * E8M0 is mxfp4's, which has no biases. */
+INLINE void load_scales(enum element element, const struct matrix *m, long row, long first,
+                        vf *scale, vf *bias) {
+    long size = element_size(element);
     long count = (m->cols >> m->group_shift) - first;
     size_t at = (size_t)row * m->scale_bytes + (size_t)(first * size);
     *scale = load_elements(element, m->scales + at, count);
-    if (format != FP4) {
+    if (element != E8M0) {
         *bias = load_elements(element, m->biases + at, count);
         return;
     }

@@ -180,8 +180,7 @@ static void take_groups(const struct matrix *m, const struct layout *layout, con
     for (long g = 0; g < c->groups; g += LANES)
         for (int n = 0; n < PANEL; n++) {
             vf scale, bias;
-            if (m->format == FP4) load_scales(FP4, m, columns[n], c->first_group + g, &scale, &bias);
-            else load_scales(BITS4, m, columns[n], c->first_group + g, &scale, &bias);
+            load_scales(m->element, m, columns[n], c->first_group + g, &scale, &bias);
             store(&p->scales[n][g], scale);
             store(&p->biases[n][g], bias);
         }

@@ -14,21 +14,51 @@ INLINE struct row row_at(const struct layout *layout, const char *x) {
                         (const int32_t *)(x + layout->at_extra)};
 }
 
-/* The scales of a chunk's groups into `out`, their biases into `total`. */
-INLINE void take_groups(int format, int precision, const struct matrix *m, long n,
-                        const struct chunk *c, const struct row *row, float *out, vf *total) {
-    for (long g = 0; g < c->groups; g += LANES) {
-        vf scale, bias;
-        load_scales(format, m, n, c->first_group + g, &scale, &bias);
-        if (precision) scale *= load(row->scales + c->first_group + g);
-        store(out + g, scale);
-        *total = fma_(bias, load(row->sums + c->first_group + g), *total);
+typedef float groups[STREAMS][CHUNK_GROUPS + LANES];
+
+/* What rows that follow have instead of a chunk's scales and biases. */
+INLINE void ask_scales(enum element element, const struct matrix *m, long row,
+                       const struct chunk *c) {
+    size_t size = element_size(element), begin = (size_t)row * m->scale_bytes + SCALES_AHEAD;
+    size_t at = begin + (size_t)c->first_group * size, end = at + (size_t)c->groups * size;
+    for (; at < end; at += 64) {
+        __builtin_prefetch(m->scales + at);
+        if (element != E8M0) __builtin_prefetch(m->biases + at);
     }
-    /* The lanes beyond the groups of a block that is cut short. */
-    store(out + c->groups, all(0));
 }
 
-typedef float groups[STREAMS][CHUNK_GROUPS + LANES];
+/* The scales of a chunk's groups of the streams into `out`, their biases into `total`. */
+INLINE void take_groups(enum element element, int precision, const struct matrix *m, long n,
+                        long apart, const struct chunk *c, const struct row *row, groups out,
+                        vf *total) {
+    for (int r = 0; r < STREAMS; r++, n += apart) {
+        vf sum = total[r];
+        ask_scales(element, m, n, c);
+        for (long g = 0; g < c->groups; g += LANES) {
+            vf scale, bias;
+            load_scales(element, m, n, c->first_group + g, &scale, &bias);
+            if (precision) scale *= load(row->scales + c->first_group + g);
+            store(out[r] + g, scale);
+            sum = fma_(bias, load(row->sums + c->first_group + g), sum);
+        }
+        /* The lanes beyond the groups of a block that is cut short. */
+        store(out[r] + c->groups, all(0));
+        total[r] = sum;
+    }
+}
+
+/* The same, compiled for each kind of element: blocks do not wait for scales to be told apart. */
+static __attribute__((noinline)) void take_any_groups(int precision, const struct matrix *m, long n,
+                                                      long apart, const struct chunk *c,
+                                                      const struct row *row, groups out,
+                                                      vf *total) {
+    switch (m->element) {
+#define CASE(element) \
+    case element: take_groups(element, precision, m, n, apart, c, row, out, total); return;
+        CASE(F32) CASE(BF16) CASE(F16) CASE(E8M0)
+#undef CASE
+    }
+}
 
 /* total += the block's share of the product; block `block` of the row, `at` of its chunk. */
 INLINE void take_block(int format, int precision, int per, struct blocks w, int shift,
@@ -82,8 +112,7 @@ INLINE void streams(int format, int precision, int per, const struct matrix *m,
         struct chunk c = chunk_at(format, m, at);
         struct blocks w = {m->weight + (size_t)n * m->row_bytes, (size_t)apart * m->row_bytes};
         w.first += c.first_block * block_bytes(format);
-        for (int r = 0; r < STREAMS; r++)
-            take_groups(format, precision, m, n + r * apart, &c, row, scales[r], &until[r]);
+        take_any_groups(precision, m, n, apart, &c, row, scales, until);
         vf total[STREAMS];
         for (int r = 0; r < STREAMS; r++) total[r] = until[r];
         for (long b = 0; b < c.blocks; b++, w.first += block_bytes(format)) {
