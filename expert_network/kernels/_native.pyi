@@ -65,6 +65,40 @@ def attention(
     /,
 ) -> None: ...
 def rms_norm(x: Any, weight: Any, eps: float, out: Any, /) -> None: ...
+def softmax(x: Any, out: Any, /) -> None: ...
+def trunk_layer(
+    before: Any,
+    after: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    norms: Any,
+    whole: bool,
+    heads: int,
+    key_heads: int,
+    scale: float,
+    dims: int,
+    traditional: bool,
+    base: float,
+    turned: float,
+    gate: Any,
+    each: int,
+    ascending: bool,
+    /,
+) -> object: ...
+def step(
+    layer: object,
+    row: Any,
+    keys: Any,
+    values: Any,
+    offset: int,
+    residual: Any,
+    normed: Any,
+    experts: Any,
+    shares: Any,
+    /,
+) -> bool: ...
 def rope(
     x: Any,
     out: Any,
@@ -80,12 +114,11 @@ def encode(values: Any, label: str, out: Any, /) -> bool: ...
 def decode(raw: Any, label: str, out: Any, /) -> bool: ...
 def accumulate(total: Any, rows: Any, raw: Any, label: str, /) -> bool: ...
 def crc32(data: Any, start: int = 0, /) -> int: ...
-def fan_out(
-    plan: Any, head: bytes, values: Any, form: int, ids: Any, weights: Any, owners: Any, /
-) -> int: ...
-def fan_in(
-    plan: Any, rooms: Any, due: bytes, total: Any, form: int, seconds: float, spin: float, /
-) -> int: ...
+def fan_layer(
+    plan: Any, rooms: Any, head: bytes, due: bytes, owners: Any, form: int, hidden: int, /
+) -> object: ...
+def fan_out(layer: object, values: Any, ids: Any, weights: Any, /) -> int: ...
+def fan_in(layer: object, total: Any, seconds: float, /) -> int: ...
 def single(
     lane: Any, memory: Any, heads: Any, dues: Any, forms: Any, held: Any, row: Any, bounds: Any, /
 ) -> object: ...

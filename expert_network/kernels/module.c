@@ -67,6 +67,7 @@ static PyMethodDef *const tables[] = {
     bandwidth_methods,
     attention_methods,
     norms_methods,
+    layer_methods,
     forms_methods,
     checksum_methods,
     fanout_methods,

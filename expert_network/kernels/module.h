@@ -11,7 +11,7 @@
 /* Each source that adds functions to the module has a table, named in module.c's list. */
 extern PyMethodDef choose_methods[], linear_methods[], ffn_methods[], bandwidth_methods[];
 extern PyMethodDef attention_methods[], norms_methods[], forms_methods[], checksum_methods[];
-extern PyMethodDef fanout_methods[], single_methods[];
+extern PyMethodDef fanout_methods[], single_methods[], layer_methods[];
 
 /* Views of up to MOST_VIEWS arguments, released together whatever went wrong on the way. */
 #define MOST_VIEWS 12

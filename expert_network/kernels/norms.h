@@ -8,6 +8,8 @@
 #include <stdint.h>
 
 #define MOST_AXES 8
+/* Room for `half` angles, in whole vectors. */
+#define ROPE_PADDED(half) (((half) + 15) & -16L)
 
 struct rms_norm {
     const char *x;
@@ -33,5 +35,8 @@ struct rope {
     const float *inverse;                /* padded: radians per position */
     float *scratch;                      /* 2 * padded per thread */
 };
+
+/* Radians per position, rounded where MLX rounds them: `half` of them. Called with the GIL. */
+void rope_inverse(float base, long half, float *inverse);
 
 #endif

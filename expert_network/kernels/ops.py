@@ -1,4 +1,4 @@
-"""Attention, rms_norm and rope as MLX defines them, and the forms in which rows travel.
+"""Attention, norms and rope as MLX defines them, and the forms in which rows travel.
 
 An array is any object with the buffer protocol, an mx.array included. float32 unless it says more;
 "strided" ones may have any strides as long as the last axis is contiguous, all others are
@@ -17,6 +17,9 @@ with suppress(ImportError):  # expert_network.kernels.available() says so
     from expert_network.kernels import _native
 
 Buffer = Any
+# A weight, or None, and eps; a Matrix and a precision.
+Norm = tuple[Buffer | None, float]
+Product = tuple[Any, int]
 
 
 def attention(
@@ -46,6 +49,11 @@ def rms_norm(x: Buffer, weight: Buffer | None, eps: float, out: Buffer) -> None:
     _native.rms_norm(x, weight, eps, out)
 
 
+def softmax(x: Buffer, out: Buffer) -> None:
+    """exp(x - max) by its sum, over the last axis of x (..., N); `out` has its shape, may be x."""
+    _native.softmax(x, out)
+
+
 def rope(
     x: Buffer,
     out: Buffer,
@@ -63,6 +71,60 @@ def rope(
     has x's shape and may be x.
     """
     _native.rope(x, out, dims, traditional, base, scale, offset, freqs)
+
+
+def trunk_layer(
+    before: Norm,
+    after: Norm,
+    query: Product,
+    key: Product,
+    value: Product,
+    output: Product,
+    norms: tuple[Norm, Norm] | None,
+    whole: bool,
+    heads: int,
+    key_heads: int,
+    scale: float,
+    rope: tuple[int, bool, float, float],
+    gate: Product | None,
+    each: int,
+    ascending: bool,
+) -> object:
+    """A layer for `step`: what stands before and after attention, and attention.
+
+    Products are matrices with a precision each, norms weights (D,) or None with their eps. `norms`
+    are those of queries and keys: over all heads if `whole`, else of each head. `rope` is dims,
+    traditional, base and scale as in `rope`. With a gate, each of whose rows is an expert, the
+    layer chooses the `each` experts of the largest shares: the largest first and the first of
+    equals preferred, or, `ascending`, the largest last and the last of equals preferred.
+    """
+    dims, traditional, base, turned = rope
+    return _native.trunk_layer(
+        *(before, after, query, key, value, output, norms, whole, heads, key_heads, scale),
+        *(dims, traditional, base, turned, gate, each, ascending),
+    )
+
+
+def step(
+    layer: object,
+    row: Buffer,
+    keys: Buffer,
+    values: Buffer,
+    offset: int,
+    residual: Buffer,
+    normed: Buffer,
+    experts: Buffer,
+    shares: Buffer,
+) -> bool:
+    """Take one token's row (D,) through a layer of trunk_layer.
+
+    `keys` (1, key_heads, room, depth) and `values` (..., width), both float32 or both float16, hold
+    `offset` tokens and get this one's. Written are `residual` (D,), the row plus attention,
+    `normed` (D,), its norm, and with a gate `experts` (each,) uint32 and their `shares` (each,),
+    softmax over all experts. False if a number is not finite or too large for float16: then
+    nothing of what was written counts. Bits are those of the single functions.
+    """
+    return _native.step(layer, row, keys, values, offset, residual, normed, experts, shares)
 
 
 def encode(values: Buffer, label: str, out: Buffer) -> bool:

@@ -1,4 +1,4 @@
-/* rms_norm() and rope(): check their arguments and divide. */
+/* rms_norm(), rope() and softmax(): check their arguments and divide. */
 #include "norms.h"
 #include "calls.h"
 #include "table.h"
@@ -92,8 +92,8 @@ static int take_offset(struct rope *rope, Views *views, PyObject *object, int32_
     return 0;
 }
 
-/* Radians per position, rounded where MLX rounds them. The last base is kept: one model, one base. */
-static void inverse_of(float base, long half, float *inverse) {
+/* The last base is kept: one model, one base. */
+void rope_inverse(float base, long half, float *inverse) {
     static float kept[256], kept_base;
     static long kept_half;
     if (base == kept_base && half == kept_half) {
@@ -116,7 +116,7 @@ static int take_angles(struct rope *rope, Views *views, PyObject *base, PyObject
     if (freqs == Py_None) {
         double number = PyFloat_AsDouble(base);
         if (PyErr_Occurred()) return -1;
-        inverse_of((float)number, rope->half, inverse);
+        rope_inverse((float)number, rope->half, inverse);
         return 0;
     }
     const Py_buffer *given = view_array(views, freqs, "freqs", 'f', 1, 0);
@@ -144,7 +144,7 @@ static int turn(Views *views, PyObject *const *arguments, float **memory) {
         return -1;
     }
     if (take_offset(&rope, views, arguments[6], &offset)) return -1;
-    rope.half = dims / 2, rope.padded = (rope.half + 15) & -16;
+    rope.half = dims / 2, rope.padded = ROPE_PADDED(rope.half);
     *memory = calloc((size_t)(rope.padded * (1 + 2 * pool_threads())), sizeof(float));
     if (!*memory) {
         PyErr_NoMemory();
@@ -184,8 +184,30 @@ static PyObject *rope(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
+static int share(Views *views, PyObject *const *arguments) {
+    const Py_buffer *x = view_array(views, arguments[0], "x", 'f', -1, 0);
+    const Py_buffer *out = x ? view_array(views, arguments[1], "out", 'f', -1, 1) : NULL;
+    if (!out || same_shape(x, out)) return -1;
+    long size = x->ndim ? x->shape[x->ndim - 1] : 0, count = size ? elements_of(x) / size : 0;
+    for (long row = 0; row < count; row++)
+        kernels->softmax((const float *)x->buf + row * size, size, (float *)out->buf + row * size);
+    return 0;
+}
+
+static PyObject *softmax(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "softmax: %zd arguments, not 2", count);
+    Views views;
+    views.count = 0;
+    int failed = share(&views, arguments);
+    views_release(&views);
+    if (failed) return NULL;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef norms_methods[] = {
     FAST(rms_norm),
     FAST(rope),
+    FAST(softmax),
     {NULL, NULL, 0, NULL},
 };

@@ -37,6 +37,8 @@ struct kernels {
      * batch's key head; end, index (head, row). */
     pool_task attend_few, attend_many, attend_end;
     pool_task rms_norm, rope;       /* of the structs in norms.h */
+    /* Shares that add up to 1; out may be x. */
+    void (*softmax)(const float *x, long size, float *out);
     const struct row_form *forms;   /* as forms.h numbers them */
 };
 

@@ -1,7 +1,7 @@
-/* rms_norm and rope, row by row. */
+/* rms_norm, rope and softmax, row by row. */
 #include "../norms.h"
 #include "../table.h"
-#include "simd.h"
+#include "exp.h"
 
 #include <math.h>
 
@@ -115,4 +115,28 @@ void ISA(rope)(void *context, long index, int thread) {
         turn_row(rope, (const float *)x, sine, cosine,
                  rope->out + ((batch * heads + head) * rope->length + at) * rope->size);
     }
+}
+
+/* Eight from x + i on; -infinity beyond the row. */
+INLINE vf load_some(const float *x, long i, long size) {
+    float some[LANES];
+    if (i + LANES <= size) return load(x + i);
+    for (int n = 0; n < LANES; n++) some[n] = i + n < size ? x[i + n] : -INFINITY;
+    return load(some);
+}
+
+void ISA(softmax)(const float *x, long size, float *out) {
+    vf most = all(-INFINITY), sum = all(0);
+    float lanes[LANES], largest = -INFINITY;
+    for (long i = 0; i < size; i += LANES) most = larger(most, load_some(x, i, size));
+    store(lanes, most);
+    for (int n = 0; n < LANES; n++) largest = lanes[n] > largest ? lanes[n] : largest;
+    for (long i = 0; i < size; i += LANES) {
+        vf power = exp_(load_some(x, i, size) - largest);
+        sum += power;
+        store(lanes, power);
+        memcpy(out + i, lanes, (size_t)(size - i < LANES ? size - i : LANES) * sizeof *out);
+    }
+    float whole = sum_lanes(sum);
+    for (long i = 0; i < size; i++) out[i] /= whole;
 }

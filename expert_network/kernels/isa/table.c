@@ -13,6 +13,7 @@ void ISA(attend_many)(void *, long, int);
 void ISA(attend_end)(void *, long, int);
 void ISA(rms_norm)(void *, long, int);
 void ISA(rope)(void *, long, int);
+void ISA(softmax)(const float *, long, float *);
 extern const struct row_form ISA(row_forms)[];
 
 const struct kernels ISA(kernels) = {
@@ -26,5 +27,6 @@ const struct kernels ISA(kernels) = {
     .attend_end = ISA(attend_end),
     .rms_norm = ISA(rms_norm),
     .rope = ISA(rope),
+    .softmax = ISA(softmax),
     .forms = ISA(row_forms),
 };
