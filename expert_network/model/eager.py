@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from expert_network.kernels import ops
 from expert_network.model.host import HostArray
 
 Host = NDArray[Any]
@@ -21,13 +22,14 @@ Host = NDArray[Any]
 
 def install() -> None:
     """Replace them, once for the process."""
-    for make in (softmax, sigmoid, argpartition, argmax, take_along_axis, stop_gradient):
-        original = getattr(mx, make.__name__)
+    for make in (softmax, sigmoid, argpartition, argmax, take_along_axis, sum_, stop_gradient):
+        name = make.__name__.rstrip("_")
+        original = getattr(mx, name)
         if getattr(original, "at_once", None) is None:
-            setattr(mx, make.__name__, _dispatching(original, make))
+            setattr(mx, name, _dispatching(original, make))
 
 
-def _dispatching(original: Any, at_once: Callable[..., HostArray | None]) -> Callable[..., Any]:
+def _dispatching(original: Any, at_once: Callable[..., mx.array | None]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         if args and type(args[0]) is HostArray:
             made = at_once(*args, **options)
@@ -36,7 +38,7 @@ def _dispatching(original: Any, at_once: Callable[..., HostArray | None]) -> Cal
         return original(*args, **options)
 
     call.at_once = at_once  # type: ignore[attr-defined]
-    call.__name__ = at_once.__name__
+    call.__name__ = original.__name__
     return call
 
 
@@ -49,8 +51,9 @@ def softmax(
     values = _floats(a)
     if values is None or not _is_last(a, axis):
         return None
-    powers = np.exp(values - np.maximum.reduce(values, axis=-1, keepdims=True))
-    return HostArray.of(powers / np.add.reduce(powers, axis=-1, keepdims=True))
+    out = np.empty(values.shape, np.float32)
+    ops.softmax(np.ascontiguousarray(values), out)
+    return HostArray.of(out)
 
 
 def sigmoid(a: HostArray, *, stream: Any = None) -> HostArray | None:
@@ -88,6 +91,12 @@ def take_along_axis(
     if values.size == values.shape[-1]:  # one row: NumPy's way takes several times as long
         return HostArray.of(values.reshape(-1)[places])
     return HostArray.of(np.take_along_axis(values, places, axis=-1))
+
+
+def sum_(
+    a: HostArray, axis: Any = None, keepdims: bool = False, *, stream: Any = None
+) -> mx.array | None:
+    return None if _floats(a) is None or not _is_last(a, axis) else a.sum(axis, keepdims)
 
 
 def stop_gradient(a: HostArray, *, stream: Any = None) -> HostArray:

@@ -38,6 +38,11 @@ def running(precise: bool) -> Iterator[None]:
         _precise.reset(token)
 
 
+def is_running() -> bool:
+    """Whether a native model runs here."""
+    return _precise.get() is not None
+
+
 def install() -> None:
     """Replace the functions, once for the process."""
     if getattr(mx.fast.rope, "__module__", None) == __name__:

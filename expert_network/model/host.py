@@ -146,12 +146,30 @@ def _changing(name: str) -> Callable[..., Any]:
     return then_forget
 
 
+def _in_place(name: str) -> Callable[..., Any]:
+    """The same for arithmetic, which gives the bits that MLX does: the values stay at hand."""
+    change = getattr(mx.array, f"__i{name}__")
+    eagerly = getattr(np.ndarray, f"__{name}__")
+
+    def operate(self: HostArray, other: Any) -> Any:
+        left, right = self.host, _operand(other)
+        changed = change(self, other)
+        known = left is not None and right is not None and left.dtype == _F32
+        made = eagerly(left, right) if known else None
+        # What grows by broadcasting is refused by MLX already.
+        changed.host = made
+        return changed
+
+    return operate
+
+
 _ARITHMETIC = ("add", "sub", "mul", "truediv")
 _OTHERS = ("floordiv", "matmul", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 for _name in _ARITHMETIC:
     for _kind in (f"__{_name}__", f"__r{_name}__"):
         setattr(HostArray, _kind, _at_once(_kind))
-for _name in ("__setitem__", *(f"__i{name}__" for name in (*_ARITHMETIC, *_OTHERS))):
+    setattr(HostArray, f"__i{_name}__", _in_place(_name))
+for _name in ("__setitem__", *(f"__i{name}__" for name in _OTHERS)):
     setattr(HostArray, _name, _changing(_name))
 
 
