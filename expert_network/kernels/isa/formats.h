@@ -64,17 +64,13 @@ INLINE vf load_elements(enum element element, const uint8_t *p, long count) {
     return v;
 }
 
-/* The scales and biases of up to 8 groups of one row, from group `first`: value = q * scale +
- * bias, with q as unpack gives it. Beyond the row's groups both are 0. `element` is the matrix's:
- * E8M0 is mxfp4's, which has no biases. */
-INLINE void load_scales(enum element element, const struct matrix *m, long row, long first,
-                        vf *scale, vf *bias) {
-    long size = element_size(element);
-    long count = (m->cols >> m->group_shift) - first;
-    size_t at = (size_t)row * m->scale_bytes + (size_t)(first * size);
-    *scale = load_elements(element, m->scales + at, count);
+/* The scales and biases of `count` groups (8 at most, then 0): value = q * scale + bias, with q as
+ * unpack gives it. `element` is the matrix's: E8M0 is mxfp4's, which has no biases. */
+INLINE void load_scales(enum element element, const uint8_t *scales, const uint8_t *biases,
+                        long count, vf *scale, vf *bias) {
+    *scale = load_elements(element, scales, count);
     if (element != E8M0) {
-        *bias = load_elements(element, m->biases + at, count);
+        *bias = load_elements(element, biases, count);
         return;
     }
     if (count < LANES) {

@@ -179,8 +179,11 @@ static void take_groups(const struct matrix *m, const struct layout *layout, con
                         const long *columns, const char *const *x, long rows, struct panel *p) {
     for (long g = 0; g < c->groups; g += LANES)
         for (int n = 0; n < PANEL; n++) {
+            size_t at = (size_t)columns[n] * m->scale_bytes +
+                        (size_t)((c->first_group + g) * element_size(m->element));
             vf scale, bias;
-            load_scales(m->element, m, columns[n], c->first_group + g, &scale, &bias);
+            load_scales(m->element, m->scales + at, m->biases ? m->biases + at : NULL,
+                        c->groups - g, &scale, &bias);
             store(&p->scales[n][g], scale);
             store(&p->biases[n][g], bias);
         }

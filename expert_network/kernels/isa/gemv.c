@@ -16,45 +16,58 @@ INLINE struct row row_at(const struct layout *layout, const char *x) {
 
 typedef float groups[STREAMS][CHUNK_GROUPS + LANES];
 
-/* What rows that follow have instead of a chunk's scales and biases. */
-INLINE void ask_scales(enum element element, const struct matrix *m, long row,
-                       const struct chunk *c) {
-    size_t size = element_size(element), begin = (size_t)row * m->scale_bytes + SCALES_AHEAD;
-    size_t at = begin + (size_t)c->first_group * size, end = at + (size_t)c->groups * size;
-    for (; at < end; at += 64) {
-        __builtin_prefetch(m->scales + at);
-        if (element != E8M0) __builtin_prefetch(m->biases + at);
+/* Where a chunk's groups begin: of the first stream and the row. */
+struct source {
+    const uint8_t *scales, *biases;
+    size_t stride;
+    const float *row_scales, *sums;
+};
+
+/* The scales of `count` groups of the streams into `out`, their biases into `total`. */
+INLINE void take_some(enum element element, int precision, struct source from, long g, long count,
+                      groups out, vf *total) {
+    for (int r = 0; r < STREAMS; r++) {
+        size_t at = r * from.stride + (size_t)(g * element_size(element));
+        vf scale, bias;
+        load_scales(element, from.scales + at, from.biases + at, count, &scale, &bias);
+        if (precision) scale *= load(from.row_scales + g);
+        store(out[r] + g, scale);
+        total[r] = fma_(bias, load(from.sums + g), total[r]);
     }
 }
 
-/* The scales of a chunk's groups of the streams into `out`, their biases into `total`. */
-INLINE void take_groups(enum element element, int precision, const struct matrix *m, long n,
-                        long apart, const struct chunk *c, const struct row *row, groups out,
-                        vf *total) {
-    for (int r = 0; r < STREAMS; r++, n += apart) {
-        vf sum = total[r];
-        ask_scales(element, m, n, c);
-        for (long g = 0; g < c->groups; g += LANES) {
-            vf scale, bias;
-            load_scales(element, m, n, c->first_group + g, &scale, &bias);
-            if (precision) scale *= load(row->scales + c->first_group + g);
-            store(out[r] + g, scale);
-            sum = fma_(bias, load(row->sums + c->first_group + g), sum);
+/* All of a chunk's; what rows that follow have in their place is asked for. */
+INLINE void take_groups(enum element element, int precision, struct source from, long count,
+                        groups out, vf *total) {
+    for (long at = 0; at < count * element_size(element); at += 64)
+        for (int r = 0; r < STREAMS; r++) {
+            size_t ahead = r * from.stride + (size_t)at + SCALES_AHEAD;
+            __builtin_prefetch(from.scales + ahead);
+            if (element != E8M0) __builtin_prefetch(from.biases + ahead);
         }
+    vf sum[STREAMS];
+    for (int r = 0; r < STREAMS; r++) sum[r] = total[r];
+    long g = 0;
+    for (; g + LANES <= count; g += LANES) take_some(element, precision, from, g, LANES, out, sum);
+    if (g < count) take_some(element, precision, from, g, count - g, out, sum);
+    for (int r = 0; r < STREAMS; r++) {
+        total[r] = sum[r];
         /* The lanes beyond the groups of a block that is cut short. */
-        store(out[r] + c->groups, all(0));
-        total[r] = sum;
+        store(out[r] + count, all(0));
     }
 }
 
-/* The same, compiled for each kind of element: blocks do not wait for scales to be told apart. */
-static __attribute__((noinline)) void take_any_groups(int precision, const struct matrix *m, long n,
-                                                      long apart, const struct chunk *c,
-                                                      const struct row *row, groups out,
-                                                      vf *total) {
+/* The same, compiled for each kind of element: telling them apart takes longer than a group. */
+static __attribute__((noinline)) void take_chunk(int precision, const struct matrix *m, long n,
+                                                 long apart, const struct chunk *c,
+                                                 const struct row *row, groups out, vf *total) {
+    size_t at = (size_t)n * m->scale_bytes + (size_t)(c->first_group * element_size(m->element));
+    struct source from = {m->scales + at, m->biases ? m->biases + at : m->scales,
+                          (size_t)apart * m->scale_bytes, row->scales + c->first_group,
+                          row->sums + c->first_group};
     switch (m->element) {
 #define CASE(element) \
-    case element: take_groups(element, precision, m, n, apart, c, row, out, total); return;
+    case element: take_groups(element, precision, from, c->groups, out, total); return;
         CASE(F32) CASE(BF16) CASE(F16) CASE(E8M0)
 #undef CASE
     }
@@ -112,7 +125,7 @@ INLINE void streams(int format, int precision, int per, const struct matrix *m,
         struct chunk c = chunk_at(format, m, at);
         struct blocks w = {m->weight + (size_t)n * m->row_bytes, (size_t)apart * m->row_bytes};
         w.first += c.first_block * block_bytes(format);
-        take_any_groups(precision, m, n, apart, &c, row, scales, until);
+        take_chunk(precision, m, n, apart, &c, row, scales, until);
         vf total[STREAMS];
         for (int r = 0; r < STREAMS; r++) total[r] = until[r];
         for (long b = 0; b < c.blocks; b++, w.first += block_bytes(format)) {
