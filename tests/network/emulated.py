@@ -29,7 +29,7 @@ FULL = bool(os.environ.get("EXPERT_TESTS_FULL"))
 SHORT = ("-O1", "-Wl,--defsym=kernels_portable=kernels_neon")
 OPTIONS = () if FULL else SHORT
 
-FUNCTIONS = ["linear", "ffn", "attention", "rms_norm", "rope", "form"]
+FUNCTIONS = ["linear", "ffn", "attention", "rms_norm", "softmax", "rope", "form"]
 FORMATS = [2, 3, 4, 5, 6, 8]
 ELEMENTS = ["float32", "bfloat16", "float16"]
 

@@ -131,6 +131,14 @@ static void rms_norm(void) {
     put(norm.out, bytes);
 }
 
+static void softmax(void) {
+    long rows = whole(), size = whole();
+    const float *x = array();
+    float *out = output((size_t)(rows * size) * 4);
+    for (long row = 0; row < rows; row++) kernels->softmax(x + row * size, size, out + row * size);
+    put(out, (size_t)(rows * size) * 4);
+}
+
 /* The inverse frequencies are a multiple of 16. */
 static void rope(void) {
     struct rope rope = {.inner = 1};
@@ -164,7 +172,7 @@ static void form(void) {
     put(raw, bytes + scales), put(out, floats), put(total, floats), put(fine, sizeof fine);
 }
 
-static void (*const functions[])(void) = {linear, ffn, attention, rms_norm, rope, form};
+static void (*const functions[])(void) = {linear, ffn, attention, rms_norm, softmax, rope, form};
 
 static const char *contents(const char *path) {
     FILE *file = fopen(path, "rb");

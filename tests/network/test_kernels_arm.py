@@ -224,6 +224,17 @@ def test_rms_norm(arm: Emulator) -> None:
         np.testing.assert_allclose(out, right.ravel(), rtol=1e-6, atol=1e-7)
 
 
+def test_softmax(arm: Emulator) -> None:
+    """Rows of any size, with what is infinitely small among them, are MLX's."""
+    rng = np.random.default_rng(6)
+    rows = [normal(rng, 5, size) * 9 for size in (1, 8, 60, 129)]
+    rows[2][:, 3] = -np.inf
+    found = arm.floats([case("softmax", *x.shape, x) for x in rows])
+    for x, out in zip(rows, found, strict=True):
+        want = np.array(mx.softmax(mx.array(x), axis=-1)).ravel()
+        np.testing.assert_allclose(out, want, rtol=2e-6, atol=1e-12)
+
+
 def test_rope(arm: Emulator) -> None:
     """Both pairings, parts of a row, and positions to a million, are this machine's."""
     rng = np.random.default_rng(5)

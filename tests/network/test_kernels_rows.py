@@ -107,6 +107,29 @@ def test_rope_is_mlx_s(seed: int) -> None:
     np.testing.assert_array_equal(again, out)
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 64, 129])
+def test_softmax_is_mlx_s(size: int) -> None:
+    """It adds up to 1 and is MLX's, with numbers far apart and infinitely small ones too."""
+    x = normal(np.random.default_rng(size), 6, size) * 20
+    x[0, 1:] = -np.inf
+    out = np.empty_like(x)
+    ops.softmax(x, out)
+    want = np.array(mx.softmax(mx.array(x), axis=-1))
+    np.testing.assert_allclose(out, want, rtol=5e-6, atol=1e-12)
+    np.testing.assert_allclose(out.sum(axis=-1), 1, rtol=1e-6)
+    ops.softmax(x, x)
+    np.testing.assert_array_equal(x, out)
+
+
+def test_softmax_of_what_is_no_number() -> None:
+    """One NaN makes all of its row NaN, and no other."""
+    x = np.zeros((2, 20), F)
+    x[0, 13] = np.nan
+    ops.softmax(x, x)
+    assert np.isnan(x[0]).all()
+    np.testing.assert_allclose(x[1], 0.05)
+
+
 X = np.zeros((2, 3, 8), F)
 LONG = 1 << 40
 
@@ -119,6 +142,8 @@ LONG = 1 << 40
         ("out", lambda: ops.rms_norm(X, None, 1e-5, np.zeros((3, 2, 8), F))),
         ("weight", lambda: ops.rms_norm(X, np.zeros(7, F), 1e-5, X.copy())),
         ("weight", lambda: ops.rms_norm(X, np.zeros(8), 1e-5, X.copy())),
+        ("x", lambda: ops.softmax(X[..., ::2], np.zeros((2, 3, 4), F))),
+        ("out", lambda: ops.softmax(X, X[0].copy())),
         ("x", lambda: ops.rope(X[0], X[0].copy(), 8, False, 1e4, 1.0, 0)),
         ("dims", lambda: ops.rope(X, X.copy(), 10, False, 1e4, 1.0, 0)),
         ("dims", lambda: ops.rope(X, X.copy(), 3, False, 1e4, 1.0, 0)),
