@@ -62,7 +62,7 @@ def by_parts(
     """Residual, normed, and the shares of all experts, by one function after the other."""
     x, (dims, traditional, base, scale) = np.empty((1, HIDDEN), F), layer["rope"]
     ops.rms_norm(row.reshape(1, -1), *layer["before"], x)
-    made = []
+    made: list[Any] = []
     for name, heads in (("query", HEADS), ("key", KEY_HEADS), ("value", KEY_HEADS)):
         out = np.empty((1, heads * DEPTH), F)
         kernels.linear(layer[name][0], x, out, layer[name][1])
@@ -71,10 +71,10 @@ def by_parts(
         shaped = part if layer["whole"] else part.reshape(-1, DEPTH)
         ops.rms_norm(shaped, *norm, shaped)
     query, key, value = (part.reshape(1, -1, 1, DEPTH) for part in made)
-    for part in (query, key):
-        ops.rope(part, part, dims, traditional, base, scale, offset)
-    for cache, part in zip(caches, (key, value), strict=True):
-        cache[:, :, offset : offset + 1] = part
+    for turned in (query, key):
+        ops.rope(turned, turned, dims, traditional, base, scale, offset)
+    for cache, kept in zip(caches, (key, value), strict=True):
+        cache[:, :, offset : offset + 1] = kept
     seen = [cache[:, :, : offset + 1] for cache in caches]
     mixed, attended = np.empty((1, HEADS, 1, DEPTH), F), np.empty((1, HIDDEN), F)
     ops.attention(query, *seen, mixed, layer["scale"])
