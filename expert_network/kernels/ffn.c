@@ -16,11 +16,17 @@
 /* Pairs computed at once: bounds memory, and is enough to read weights seldom. */
 #define MOST_PAIRS 8192
 
+/* Columns in tasks: `whole` of `share` and, so that the threads end together, the rest of `end`. */
+struct cut {
+    long columns, share, whole, end;
+};
+
 /* A slab of a dispatch. Pairs are numbered from its first; `order` has them by expert, and
  * expert number n of `experts` has those from starts[n] to starts[n + 1]. */
 struct slab {
     const struct ffn *ffn;
-    long first_row, rows, pairs, experts, up_share, down_share;
+    long first_row, rows, pairs, experts;
+    struct cut up, down;
     uint32_t *order, *starts, *expert, *row_of;
     struct layout gate_layout, up_layout, down_layout;
     char *gate_rows, *up_rows, *hidden_rows;    /* prepared; gate_rows may be up_rows */
@@ -28,14 +34,25 @@ struct slab {
     atomic_int failed;
 };
 
-static long shares_of(long columns, long share) { return (columns + share - 1) / share; }
+static long tasks_of(const struct cut *cut) {
+    return cut->whole + (cut->columns - cut->whole * cut->share + cut->end - 1) / cut->end;
+}
 
-/* Columns of each task, for `experts` (1 if a task is for all of them) times `columns`. */
-static long share_of(const struct slab *s, long experts, long columns) {
+/* The columns of task `index`: how many, and the first. */
+static long columns_of(const struct cut *cut, long index, long *first) {
+    long over = index - cut->whole, share = over < 0 ? cut->share : cut->end;
+    *first = over < 0 ? index * share : cut->whole * cut->share + over * share;
+    long left = cut->columns - *first;
+    return left < share ? left : share;
+}
+
+/* For `experts` (1 if a task is for all of them) times so many columns. */
+static struct cut cut_of(const struct slab *s, long experts, long columns) {
     long share = s->pairs > 4 * s->experts ? LEAST_SHARE : MOST_SHARE;
-    while (share > LEAST_SHARE && experts * shares_of(columns, share) < 8L * pool_threads())
-        share /= 2;
-    return share;
+    while (share > LEAST_SHARE && experts * (columns / share) < 4L * pool_threads()) share /= 2;
+    long end = experts > 1 || share / 4 < LEAST_SHARE ? share : share / 4;
+    long whole = columns / share - (end < share ? 2 : 0);
+    return (struct cut){columns, share, whole < 0 ? 0 : whole, end};
 }
 
 static uint32_t first_pair(const struct slab *s) { return s->ffn->offsets[s->first_row]; }
@@ -95,9 +112,8 @@ static void hide(struct slab *s, long expert, const uint32_t *pairs, long n, lon
 static void hide_share(void *context, long index, int thread) {
     (void)thread;
     struct slab *s = context;
-    long shares = shares_of(s->ffn->up->rows, s->up_share), n = index / shares;
-    long first = index % shares * s->up_share, left = s->ffn->up->rows - first;
-    long count = left < s->up_share ? left : s->up_share, most = PRODUCT / s->up_share;
+    long tasks = tasks_of(&s->up), n = index / tasks, first;
+    long count = columns_of(&s->up, index % tasks, &first), most = PRODUCT / s->up.share;
     for (long p = s->starts[n]; p < s->starts[n + 1]; p += most) {
         long pairs = s->starts[n + 1] - p < most ? s->starts[n + 1] - p : most;
         hide(s, s->expert[n], s->order + p, pairs, first, count);
@@ -139,7 +155,7 @@ static void add_up(const struct slab *s, const float *outputs, long first, long 
         if (p == end) memset(out, 0, (size_t)count * 4);
         for (long k = p; k < end; k++)
             for (long c = 0; c < count; c++) {
-                float value = outputs[k * s->down_share + c] * weights[k];
+                float value = outputs[k * s->down.share + c] * weights[k];
                 out[c] = k == p ? value : out[c] + value;
             }
         p = end;
@@ -150,18 +166,17 @@ static void lower_share(void *context, long index, int thread) {
     (void)thread;
     struct slab *s = context;
     const struct ffn *f = s->ffn;
-    long first = index * s->down_share, left = f->down->rows - first;
-    long count = left < s->down_share ? left : s->down_share;
+    long first, count = columns_of(&s->down, index, &first);
     if (!f->weights) {
         lower(s, first, count, f->out + first_pair(s) * f->down->rows + first, f->down->rows);
         return;
     }
-    float *outputs = scratch((size_t)(s->pairs * s->down_share) * 4);
+    float *outputs = scratch((size_t)(s->pairs * s->down.share) * 4);
     if (!outputs) {
         atomic_store(&s->failed, 1);
         return;
     }
-    lower(s, first, count, outputs, s->down_share);
+    lower(s, first, count, outputs, s->down.share);
     add_up(s, outputs, first, count);
     free(outputs);
 }
@@ -195,11 +210,11 @@ static void release(struct slab *s) {
 static int run(struct slab *s) {
     if (allocate(s) || group_pairs(s)) return -1;
     long inner = s->ffn->up->rows, outer = s->ffn->down->rows;
-    s->up_share = share_of(s, s->experts, inner), s->down_share = share_of(s, 1, outer);
+    s->up = cut_of(s, s->experts, inner), s->down = cut_of(s, 1, outer);
     pool_run(prepare_row, s, s->rows);
-    pool_run(hide_share, s, s->experts * shares_of(inner, s->up_share));
+    pool_run(hide_share, s, s->experts * tasks_of(&s->up));
     pool_run(prepare_hidden, s, s->pairs);
-    pool_run(lower_share, s, shares_of(outer, s->down_share));
+    pool_run(lower_share, s, tasks_of(&s->down));
     return atomic_load(&s->failed) ? -1 : 0;
 }
 

@@ -49,7 +49,7 @@ class Contender(Protocol):
 class Ours:
     """This project: one process, or a driver over `nodes` node processes on this machine.
 
-    Nodes compute at the same time, so they share the threads.
+    All have as many threads: a node with less to do leaves the cores to the others.
     """
 
     name: str
@@ -77,8 +77,7 @@ class Ours:
             yield []
             return
         roster = ",".join("abcdefgh"[: self.nodes])
-        threads = str(max(1, load.threads // self.nodes))
-        with node_processes(roster, self.store, "--threads", threads) as nodes:
+        with node_processes(roster, self.store, "--threads", str(load.threads)) as nodes:
             yield [node.url for node in nodes]
 
 
@@ -86,7 +85,7 @@ class Ours:
 class LlamaCpp:
     """llama.cpp's own llama-bench, in one process or over `servers` RPC servers here.
 
-    The servers have layers of their own and work one after the other: each has all threads.
+    All have as many threads. The servers have layers of their own, and work one after the other.
     """
 
     name: str
