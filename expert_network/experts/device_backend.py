@@ -43,7 +43,7 @@ class DeviceLayer(MlxLayer):
         may = wide and dtype in (mx.bfloat16, mx.float16)
         self._wide: Run | None = widened(resident.switch, resident.spec.experts) if may else None
         # Fewer kernels for the token loop's one row. Each number of its pairs is compiled once.
-        self._sum_of_row = mx.compile(self._sum)
+        self._sum_of_row = transfer.through(self._sum)
 
     def outputs(self, x: mx.array, ids: mx.array, precise: bool) -> mx.array:
         """See Layer. Lazy, unless experts are missing."""
@@ -69,9 +69,8 @@ class DeviceLayer(MlxLayer):
         """See Layer."""
         slots = self._resident.slots(ids)
         if mode == SUM and len(rows) == 1:
-            made = self._sum_of_row(*self._transfer.put(rows, slots[None], weights[None]))
-        else:
-            made = self._many(mode, rows, np.diff(offsets), slots, weights)
+            return self._sum_of_row(rows, slots[None], weights[None])
+        made = self._many(mode, rows, np.diff(offsets), slots, weights)
         found: NDArray[np.float32] = self._transfer.fetch(made)[0]
         return found
 

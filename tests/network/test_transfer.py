@@ -211,6 +211,32 @@ def test_a_thread_that_gave_up_keeps_its_inbox(monkeypatch: pytest.MonkeyPatch) 
     assert np.array_equal(moving.fetch(*moving.put(value * 3))[0], value * 3)
 
 
+@pytest.mark.parametrize("pairs", [3, 8, 40_000])
+def test_functions_of_values(pairs: int) -> None:
+    """A function between values gives what it gives of arrays, each time, short or long."""
+    moving = transfer_for(NAME)
+    summed = moving.through(lambda x, ids, weights: (x[ids] * weights).sum(axis=0, keepdims=True))
+    rng = np.random.default_rng(2)
+    for _ in range(4):
+        x, weights = rng.random(100, np.float32), rng.random(pairs, np.float32)
+        ids = rng.integers(0, 100, pairs).astype(np.uint32)
+        expected = (x[ids] * weights).sum(dtype=np.float64)
+        np.testing.assert_allclose(summed(x, ids, weights), [expected], rtol=1e-4)
+
+
+@pytest.mark.skipif(NAME != "mlx-cuda", reason="pinned memory is for CUDA")
+def test_promises() -> None:
+    """A promised array has the values that are written before it is evaluated."""
+    moving = PinnedTransfer()
+    for factor in (1, 2):
+        made, place = moving.promise((1, 64))
+        doubled = made * 2
+        place[...] = some("float32", 1, 64) * factor
+        assert np.array_equal(moving.fetch(doubled)[0], some("float32", 1, 64) * factor * 2)
+    with pytest.raises(ValueError):
+        moving.promise((1 << 20,))
+
+
 @pytest.mark.skipif(NAME != "mlx-cuda", reason="pinned memory is for CUDA")
 def test_slow_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes too long to be watched is waited for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,9 +17,9 @@ from expert_driver.dispatch.network import Network
 from expert_driver.dispatch.routing import split
 from expert_driver.dispatch.values import Floats, Outputs, Sums, Values
 from expert_driver.figures import DispatchTimes
-from expert_network.model.host import HostArray, evaluated
+from expert_network.model.host import HostArray
 from expert_network.net.rows import encode
-from expert_network.transfer import Transfer
+from expert_network.transfer import Fetch, Transfer
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import ReplyMode
 
@@ -33,8 +34,10 @@ class NetworkExperts:
     """Experts on the nodes of a network. Used by one thread.
 
     `begin_sum` and `begin_outputs` ask the nodes and return at once; what they return waits for the
-    replies, and raises what the dispatch raised. A failure may end all dispatches that are under
-    way. precise: see DISPATCH in docs/protocol.md. transfer: how rows leave and enter MLX.
+    replies, and raises what the dispatch raised. Where `transfer` can promise values, one row's sum
+    is waited for later: by what is asked next, or `settle`. A failure may end all dispatches that
+    are under way. precise: see DISPATCH in docs/protocol.md. transfer: how rows leave and enter
+    MLX.
     """
 
     def __init__(
@@ -47,6 +50,10 @@ class NetworkExperts:
         self._wire = network.wanted.wire
         self._fanout: Fanout | None = None
         self._fanned: object = None
+        #: A sum that was given out before it came, and what waits for it; what is to be reported
+        #: while the device works.
+        self._promise: tuple[mx.array, Callable[[], None]] | None = None
+        self._untold: Callable[[], None] | None = None
 
     def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
         """Every expert's own output, (N, k, D) in x's dtype.
@@ -66,6 +73,7 @@ class NetworkExperts:
 
     def begin_outputs(self, layer: int, x: mx.array, ids: mx.array) -> Finish:
         """Ask for `outputs`."""
+        self.settle()
         entered = perf_counter()
         network = self._network
         network.ready()
@@ -81,19 +89,25 @@ class NetworkExperts:
         sent = perf_counter()
 
         def finish() -> mx.array:
+            self.settle()
             outputs = asked.wait().reshape(*ids.shape, x.shape[-1])
-            _report(network, asked, layer, len(experts), entered, evaluated_at, sent)
+            times = (entered, evaluated_at, sent, perf_counter())
+            _report(network, asked, layer, len(experts), *times)
             return _array(outputs, x, self._transfer).astype(x.dtype)
 
         return finish
 
     def begin_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> Finish:
         """Ask for `weighted_sum`."""
+        count, hidden = x.shape
+        at_hand = self._at_hand(x, ids, weights)
+        self._keep()
         entered = perf_counter()
+        at_hand.start()
+        self._tell()
         network = self._network
         network.ready()
-        count, hidden = x.shape
-        values = self._at_hand(x, ids, weights)
+        values = at_hand.wait()
         evaluated_at = perf_counter()
         asked: Row | _Asked | None = None
         if count == 1:
@@ -103,35 +117,79 @@ class NetworkExperts:
         sent = perf_counter()
 
         def finish() -> mx.array:
+            self.settle()
+            report = partial(_report, network, asked, layer, count, entered, evaluated_at, sent)
+            if count == 1 and self._transfer.promises:
+                return self._promised(hidden, asked, report)
             made = asked.wait()
-            _report(network, asked, layer, count, entered, evaluated_at, sent)
+            report(perf_counter())
             if self._plainly and type(x) is mx.array:
                 return mx.array(made)
             return _array(made, x, self._transfer)
 
         return finish
 
+    def settle(self) -> None:
+        """Wait for the sum that was given out before it came: nothing may be evaluated until then.
+
+        Raises what its dispatch raised.
+        """
+        self._keep()
+        self._tell()
+
+    def _keep(self) -> None:
+        """Write what was promised to where it is to be."""
+        if self._promise is None:
+            return
+        (made, keep), self._promise = self._promise, None
+        try:
+            keep()
+        except BaseException:
+            mx.eval(made)  # nothing lazy may read its place later
+            raise
+
+    def _tell(self) -> None:
+        """Report the last dispatch, if that was put off."""
+        if self._untold is not None:
+            tell, self._untold = self._untold, None
+            tell()
+
+    def _promised(
+        self, hidden: int, asked: Row | _Asked, report: Callable[[float], None]
+    ) -> mx.array:
+        """A sum (1, D) that is to come: MLX's graph of the next layer is built meanwhile."""
+        made, place = self._transfer.promise((1, hidden))
+
+        def keep() -> None:
+            place[...] = asked.wait()
+            self._untold = partial(report, perf_counter())
+
+        self._promise = made, keep
+        return made
+
     def abandon(self) -> None:
         """Give up what has been asked and not been waited for; its links are closed."""
+        if self._promise is not None:
+            mx.eval(self._promise[0])
+            self._promise = None
         self._network.exchange.abandon()
 
     def _at_once(self, begin: Callable[..., Finish], *asked: Any) -> mx.array:
         try:
-            return begin(*asked)()
+            made = begin(*asked)()
+            self.settle()
+            return made
         except KeyboardInterrupt:
             self.abandon()
             raise
 
-    def _at_hand(self, x: mx.array, ids: mx.array, weights: mx.array) -> tuple[Any, Any, Any]:
+    def _at_hand(self, x: mx.array, ids: mx.array, weights: mx.array) -> Fetch:
         """Rows as float32 or raw, ids and weights, after one wait for MLX: arrays or buffers."""
-        if self._plainly and x.dtype == mx.float32:
-            if type(x) is type(ids) is type(weights) is mx.array:
-                mx.eval(x, ids, weights)
-                return x, ids, weights
-            rows, experts, scores = evaluated(x, ids, weights)
-        else:
-            rows, experts, scores = self._transfer.fetch(_cast(x, self._wire), ids, weights)
-        return rows, experts, scores
+        if not self._plainly or x.dtype != mx.float32:
+            return self._transfer.fetching(_cast(x, self._wire), ids, weights)
+        if type(x) is type(ids) is type(weights) is mx.array:
+            return _Plain(x, ids, weights)
+        return self._transfer.fetching(x, ids, weights)
 
     def _begin_row(
         self, layer: int, hidden: int, row: Any, experts: Any, scores: Any
@@ -198,6 +256,18 @@ class _Asked:
         return self._gathering.traffic
 
 
+class _Plain(Fetch):
+    """Arrays themselves, which native code reads where they are."""
+
+    def __init__(self, *arrays: mx.array) -> None:
+        self._plain = arrays
+
+    def wait(self) -> tuple[Any, ...]:
+        """See Fetch."""
+        mx.eval(*self._plain)
+        return self._plain
+
+
 def _report(
     network: Network,
     asked: Row | _Asked,
@@ -206,8 +276,8 @@ def _report(
     entered: float,
     evaluated: float,
     sent: float,
+    done: float,
 ) -> None:
-    done = perf_counter()
     network.used(rows, done - evaluated, asked.traffic)
     if network.observer is not None:
         times = (entered, evaluated, sent, done)

@@ -74,6 +74,7 @@ class Passes:
         self.order: Order | None = None
         self.interleaves = self.in_pairs = False
         self._abandon: Callable[[], None] = lambda: None
+        self._settle: Callable[[], None] = lambda: None
         self._overlapping = False
         self._current: Pass | None = None
         self._active: list[Pass] = []
@@ -84,6 +85,7 @@ class Passes:
             return Attended(experts, self)
         self._overlapping = True
         self._abandon = getattr(experts, "abandon", self._abandon)
+        self._settle = getattr(experts, "settle", self._settle)
         return AttendedFromAfar(experts, self)
 
     def learn(self, model: Any) -> None:
@@ -141,6 +143,7 @@ class Passes:
         run.done = True
 
     def _finish(self, context: Context, run: Pass) -> None:
+        self._settle()
         context.extend(run.chunk.ids)
         if not run.chunk.wanted:
             run.logits = None

@@ -18,6 +18,7 @@ from expert_driver.dispatch import fanout
 from expert_driver.dispatch.dispatcher import NetworkExperts
 from expert_driver.figures import DispatchTimes
 from expert_network.errors import NodeClosed, NodeRefused, NotANode
+from expert_network.transfer import Transfer
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import Dispatch, ErrorCode
 from tests.driver.dispatch.asking import (
@@ -279,3 +280,48 @@ def test_nothing_is_left_behind(pair: list[FakeNode], experts: NetworkExperts) -
     finally:
         tracemalloc.stop()
     assert abs(sizes[-1] - sizes[1]) < 4096
+
+
+class Promising(Transfer):
+    """Promises what stands in MLX's memory when it is read, as on a CPU one can."""
+
+    promises = True
+
+    def promise(self, shape: tuple[int, ...]) -> tuple[mx.array, Any]:
+        made = mx.zeros(shape)
+        mx.eval(made)
+        return made + 0, np.asarray(made)
+
+
+@pytest.fixture
+def promising(experts: NetworkExperts) -> NetworkExperts:
+    return NetworkExperts(experts._network, transfer=Promising())
+
+
+def test_sums_are_promised(promising: NetworkExperts) -> None:
+    """One row's sum is given out before it comes, and is there once the next one was asked for."""
+    sums = []
+    for _ in range(3):
+        sums.append(begun(promising)() * 1)
+        assert promising._promise is not None
+    promising.settle()
+    assert promising._promise is None
+    for found in sums:
+        np.testing.assert_allclose(np.array(found), ONE_SUM, rtol=1e-5)
+    np.testing.assert_allclose(one(promising), ONE_SUM, rtol=1e-5)
+    assert promising._network.counters.singles >= 4
+
+
+def test_promises_are_broken(pair: list[FakeNode], promising: NetworkExperts) -> None:
+    """What a promised sum's dispatch raises comes when it is waited for; the next one is right."""
+    begun(promising)()
+    promising.settle()
+    failing(pair[0], lambda link, dispatch: link.reset())
+    begun(promising)()
+    with pytest.raises(NodeClosed):
+        begun(promising)
+    np.testing.assert_allclose(one(promising), ONE_SUM, rtol=1e-5)
+    begun(promising)()
+    promising.abandon()
+    assert promising._promise is None
+    np.testing.assert_allclose(one(promising), ONE_SUM, rtol=1e-5)
