@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import sys
@@ -48,6 +49,15 @@ class Backend:
         if not self.native:
             return self.name
         return f"native {self.isa}, {'f32' if precise else 'int8'}"
+
+
+def start_kernels_at_once() -> None:
+    """Let MLX on CUDA start kernels one by one, unless this process was told otherwise.
+
+    For processes that wait for MLX in each layer: it collects kernels in a graph first, which takes
+    longer than it saves when the GPU idles meanwhile. Call it before anything computes.
+    """
+    os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
 
 
 def detect(choice: Kernels = "auto", threads: int | None = None) -> Backend:

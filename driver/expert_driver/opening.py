@@ -20,7 +20,7 @@ from expert_driver.passes.passes import Passes
 from expert_driver.stopping import Stop
 from expert_driver.text import Text
 from expert_network import places
-from expert_network.backend import Backend, detect
+from expert_network.backend import Backend, detect, start_kernels_at_once
 from expert_network.commandline import progress
 from expert_network.errors import InputError, OutOfMemory
 from expert_network.experts.partition import Blocks, load_partition, partition_bytes
@@ -73,6 +73,8 @@ def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator
 
     Raises whatever keeps it from answering, as early as it can be known; see expert_network.errors.
     """
+    if config.nodes:
+        start_kernels_at_once()
     backend = detect(config.computing.kernels, config.computing.threads)
     precise = config.computing.precise(config.exact)
     stop = Stop()

@@ -41,8 +41,9 @@ def run(**values: Any) -> int:
     """
     config = _config(values)
     # Before anything that imports mlx: a machine without a backend gets one sentence.
-    from expert_network.backend import detect
+    from expert_network.backend import detect, start_kernels_at_once
 
+    start_kernels_at_once()
     backend = detect(config.kernels, config.threads)
     from expert_node import daemon
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -158,3 +159,13 @@ def test_a_missing_backend_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) 
 def test_the_instruction_set_is_a_class(machine: str, flags: str, isa: str) -> None:
     """Machines of one class share an id, whatever else their processors can do."""
     assert backend._cpu_isa(machine, frozenset(flags.split())) == isa
+
+
+def test_kernels_start_at_once_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has set for MLX stays."""
+    monkeypatch.setenv("MLX_USE_CUDA_GRAPHS", "1")
+    backend.start_kernels_at_once()
+    assert os.environ["MLX_USE_CUDA_GRAPHS"] == "1"
+    monkeypatch.delenv("MLX_USE_CUDA_GRAPHS")
+    backend.start_kernels_at_once()
+    assert os.environ["MLX_USE_CUDA_GRAPHS"] == "0"
