@@ -30,7 +30,9 @@ def errors(checkpoint: Path, folder: Path, kernels: Kernels) -> npt.NDArray[np.f
     experts = load_partition(store, everything, backend)
     model: Any = load_trunk(store, backend, experts, "exact")
     with np.load(checkpoint / "reference.npz") as reference:
-        found: npt.NDArray[np.float32] = np.array(model(mx.array(reference["ids"]))[0])
+        found: npt.NDArray[np.float32] = np.array(
+            model(mx.array(reference["ids"]))[0].astype(mx.float32)
+        )
         expected: npt.NDArray[np.float32] = reference["logits"]
     return found - expected
 
