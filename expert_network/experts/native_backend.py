@@ -40,6 +40,10 @@ class NativeLayer:
         self._resident, self._matrices, self._activation = resident, matrices, activation
         self.spec, self.ids, self.nbytes = resident.spec, resident.ids, resident.nbytes
         self.block_bytes = resident.block_bytes
+        slots = np.full(self.spec.experts, np.iinfo(np.uint32).max, np.uint32)
+        slots[self.ids] = self._slots(self.ids)
+        #: For native code that computes one row at a time: see kernels.experts.
+        self.native = kernels.experts(*matrices, *activation, slots)
 
     @classmethod
     def over(cls, resident: ResidentLayer) -> Self | None:

@@ -166,6 +166,10 @@ class Partition:
         held = self._layer(layer, int(ids[0]))
         return held.compute(mode, rows, offsets, ids, weights, precise or mode == EXACT)
 
+    def native(self, layer: int) -> object:
+        """What native code computes a row of `layer` with, as `compute` would; None if nothing."""
+        return getattr(self._layers.get(layer), "native", None)
+
     def _asked(self, layer: int, ids: mx.array) -> Layer:
         held = self._layers.get(layer)
         return self._layer(layer, int(np.asarray(ids).flat[0])) if held is None else held

@@ -121,6 +121,27 @@ def ffn(
     )
 
 
+def experts(
+    gate: Matrix | None,
+    up: Matrix,
+    down: Matrix,
+    activation: str,
+    parameters: tuple[float, ...],
+    slots: NDArray[np.uint32],
+) -> object:
+    """The same stacks, for native code that computes rows one by one as `ffn` would.
+
+    slots says where each expert of the layer stands in the stacks: (experts,), anything beyond
+    their count for one that does not.
+    """
+    return _native.experts(gate, up, down, activation, parameters, slots)
+
+
+def no_experts(hidden: int) -> object:
+    """Experts that give zeros, for who measures what a row costs besides computing it."""
+    return _native.no_experts(hidden)
+
+
 def read_bandwidth(memory: Buffer, streams: int) -> float:
     """Seconds that all threads take to read `memory` once, each several parts of it at once.
 

@@ -32,6 +32,14 @@ class Matrix:
         bias: Any = None,
     ) -> Matrix: ...
 
+class Turns:
+    """A lock that is given in the order in which it was asked for."""
+
+    def acquire(self, blocking: bool = True, /) -> bool: ...
+    def release(self) -> None: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *error: object) -> None: ...
+
 def isa() -> str: ...
 def isas() -> list[str]: ...
 def use_isa(name: str, /) -> None: ...
@@ -53,6 +61,16 @@ def ffn(
     precision: int,
     /,
 ) -> None: ...
+def experts(
+    gate: Matrix | None,
+    up: Matrix,
+    down: Matrix,
+    activation: str,
+    parameters: tuple[float, ...],
+    slots: Any,
+    /,
+) -> object: ...
+def no_experts(hidden: int, /) -> object: ...
 def attention(
     q: Any,
     k: Any,
@@ -120,13 +138,19 @@ def fan_layer(
 def fan_out(layer: object, values: Any, ids: Any, weights: Any, /) -> int: ...
 def fan_in(layer: object, total: Any, seconds: float, /) -> int: ...
 def single(
-    lane: Any, memory: Any, heads: Any, dues: Any, forms: Any, held: Any, row: Any, bounds: Any, /
-) -> object: ...
-def serve_row(
-    single: object,
-    descriptor: int,
-    compute: Callable[[int, int], Any],
-    acquire: Callable[[], Any],
-    release: Callable[[], Any],
+    lane: Any,
+    memory: Any,
+    heads: Any,
+    dues: Any,
+    forms: Any,
+    held: Any,
+    row: Any,
+    bounds: Any,
+    experts: tuple[object, ...],
+    turns: Turns,
+    sending: Turns,
     /,
+) -> object: ...
+def serve_rows(
+    single: object, descriptor: int, compute: Callable[[int, int], Any], once: bool, /
 ) -> int: ...

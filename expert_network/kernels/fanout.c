@@ -1,16 +1,15 @@
 /* A decode step's dispatch, one row and one weighted sum: to all nodes and back in two calls.
  *
- * Whatever is not as it should be is left to the caller, with what was sent and what came. */
+ * Sockets block, and wait for a few milliseconds at most. Whatever is not as it should be is left
+ * to the caller, with what was sent and what came. */
 #include "checksum.h"
 #include "frames.h"
 #include "table.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <sys/uio.h>
 
 #define MOST_NODES 256
-#define LOOK_MS 5         /* to wait for one node before the others are looked at */
 
 /* One node: a row of the plan, which is int64 (nodes, 16). Times in nanoseconds. What stands after
  * `replied_at` grows with each dispatch that was answered as it should be. */
@@ -21,40 +20,100 @@ struct lane {
 #define FIELDS (sizeof(struct lane) / sizeof(int64_t))
 enum { UNASKED, ASKED, REPLIED, ODD };
 
-static struct lane *lanes_of(Views *views, PyObject *plan, long *nodes) {
-    const Py_buffer *view = view_array(views, plan, "plan", '*', 2, 1);
-    if (!view) return NULL;
-    if (view->itemsize != 8 || view->shape[1] != (Py_ssize_t)FIELDS || view->shape[0] > MOST_NODES) {
-        PyErr_SetString(PyExc_ValueError, "plan: not int64 (nodes, 16)");
-        return NULL;
+/* What is the same in all dispatches of a layer, with the memory that it lies in. */
+struct layer {
+    struct lane *lanes;
+    long nodes;
+    uint8_t *rooms;           /* for what comes, `room` bytes for each node */
+    size_t room;
+    uint8_t head[HEAD], due[HEAD];
+    const int32_t *owners;    /* of each expert: a node's number */
+    long experts;
+    long form, hidden;
+    uint8_t *raw;             /* for a row that is encoded here */
+    Views views;
+};
+
+static const char *const NAME = "expert_network.kernels.fanout";
+
+static int take_layer(PyObject *const *arguments, struct layer *layer) {
+    Views *views = &layer->views;
+    const Py_buffer *plan, *rooms, *owners;
+    const uint8_t *head, *due;
+    if (!(plan = view_array(views, arguments[0], "plan", '*', 2, 1)) ||
+        !(rooms = view_array(views, arguments[1], "rooms", 'B', 2, 1)) ||
+        !(head = head_of(views, arguments[2], "head")) ||
+        !(due = head_of(views, arguments[3], "due")) ||
+        !(owners = view_array(views, arguments[4], "owners", '*', 1, 0)))
+        return -1;
+    layer->form = PyLong_AsLong(arguments[5]), layer->hidden = PyLong_AsLong(arguments[6]);
+    if (PyErr_Occurred()) return -1;
+    layer->lanes = plan->buf, layer->nodes = plan->shape[0];
+    layer->rooms = rooms->buf, layer->room = (size_t)rooms->shape[1];
+    layer->owners = owners->buf, layer->experts = owners->shape[0];
+    memcpy(layer->head, head, HEAD), memcpy(layer->due, due, HEAD);
+    if (plan->itemsize != 8 || plan->shape[1] != (Py_ssize_t)FIELDS || layer->nodes > MOST_NODES ||
+        owners->itemsize != 4) {
+        PyErr_SetString(PyExc_ValueError, "plan, owners: not int64 (nodes, 16), int32 (experts,)");
+        return -1;
     }
-    *nodes = view->shape[0];
-    return view->buf;
+    if (layer->form < 0 || layer->form >= ROW_FORMS || layer->hidden < 1 ||
+        layer->hidden > INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "form, hidden: there is no such row");
+        return -1;
+    }
+    size_t size = (size_t)row_bytes(layer->form, layer->hidden);
+    if (number_at(due + LENGTH_AT) != TIMES + size || layer->room <= HEADER + TIMES + size ||
+        rooms->shape[0] != layer->nodes) {
+        PyErr_SetString(PyExc_ValueError, "rooms: not of the nodes' number and a reply's size");
+        return -1;
+    }
+    if ((layer->raw = PyMem_Malloc(size))) return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static void forget(struct layer *layer) {
+    views_release(&layer->views);
+    PyMem_Free(layer->raw);
+    PyMem_Free(layer);
+}
+
+static void forget_capsule(PyObject *capsule) { forget(PyCapsule_GetPointer(capsule, NAME)); }
+
+static PyObject *fan_layer(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    if (count != 7) return PyErr_Format(PyExc_TypeError, "fan_layer: %zd arguments, not 7", count);
+    struct layer *layer = PyMem_Calloc(1, sizeof *layer);
+    if (!layer) return PyErr_NoMemory();
+    PyObject *capsule = take_layer(arguments, layer) ? NULL
+                                                     : PyCapsule_New(layer, NAME, forget_capsule);
+    if (!capsule) forget(layer);
+    return capsule;
 }
 
 /* ---- out ---- */
 
 struct row {
-    const uint8_t *head;
     uint8_t *raw;
     size_t size;
     const uint32_t *ids;
     const float *weights;
-    const int32_t *owners;
     long pairs;
-    uint8_t *made;            /* raw, if it was encoded here */
 };
 
-static void send_to(struct lane *lane, long node, const struct row *row) {
+static void send_to(const struct layer *layer, long node, const struct row *row) {
+    struct lane *lane = &layer->lanes[node];
+    const int32_t *owners = layer->owners;
     uint8_t header[HEADER], tail[OFFSETS + PAIR * MOST_PAIRS];
     uint32_t pairs = 0;
-    for (long pair = 0; pair < row->pairs; pair++) pairs += row->owners[row->ids[pair]] == node;
+    for (long pair = 0; pair < row->pairs; pair++) pairs += owners[row->ids[pair]] == node;
     lane->pairs = lane->state = lane->sent = lane->got = 0;
     if (!pairs) return;
     uint8_t *ids = tail + OFFSETS, *weights = ids + 2 * pairs;
     put_number(tail, 0), put_number(tail + 4, pairs);
     for (long pair = 0; pair < row->pairs; pair++)
-        if (row->owners[row->ids[pair]] == node) {
+        if (owners[row->ids[pair]] == node) {
             uint16_t id = (uint16_t)row->ids[pair];
             memcpy(ids, &id, 2), memcpy(weights, &row->weights[pair], 4);
             ids += 2, weights += 4;
@@ -62,7 +121,7 @@ static void send_to(struct lane *lane, long node, const struct row *row) {
     lane->sequence = following(lane->sequence);
     lane->pairs = pairs, lane->state = ASKED;
     size_t length = row->size, rest = OFFSETS + PAIR * (size_t)pairs;
-    memcpy(header, row->head, HEAD);
+    memcpy(header, layer->head, HEAD);
     put_number(header + SEQUENCE_AT, (uint32_t)lane->sequence);
     put_number(header + LENGTH_AT, (uint32_t)(length + rest));
     uint32_t crc = checksum(checksum(0, header, HEAD), row->raw, length);
@@ -89,138 +148,100 @@ static int is_element(const Py_buffer *view, const char *formats) {
 }
 
 /* 1, or 0 if the arrays are of other types, too long, or their values do not lie in a row. */
-static int take_row(Views *views, PyObject *const *arguments, struct row *row, long form) {
-    const Py_buffer *values, *ids, *weights, *owners;
-    if (!(row->head = head_of(views, arguments[1], "head")) ||
-        !(values = view_array(views, arguments[2], "values", '*', -1, 0)) ||
-        !(ids = view_array(views, arguments[4], "ids", '*', -1, 0)) ||
-        !(weights = view_array(views, arguments[5], "weights", '*', -1, 0)) ||
-        !(owners = view_array(views, arguments[6], "owners", '*', 1, 0)))
+static int take_row(Views *views, PyObject *const *arguments, const struct layer *layer,
+                    struct row *row) {
+    const Py_buffer *values, *ids, *weights;
+    if (!(values = view_strided(views, arguments[1], "values", '*', -1, 0)) ||
+        !(ids = view_strided(views, arguments[2], "ids", '*', -1, 0)) ||
+        !(weights = view_strided(views, arguments[3], "weights", '*', -1, 0)))
         return -1;
-    row->pairs = ids->len / 4;
-    row->ids = ids->buf, row->weights = weights->buf, row->owners = owners->buf;
+    row->pairs = ids->len / 4, row->ids = ids->buf, row->weights = weights->buf;
+    row->raw = layer->raw, row->size = (size_t)row_bytes(layer->form, layer->hidden);
     if (!in_a_row(values) || !in_a_row(ids) || !in_a_row(weights) || !is_element(ids, "IL") ||
         !is_element(weights, "f") || row->pairs > MOST_PAIRS)
         return 0;
-    if (owners->itemsize != 4 || weights->len != ids->len) {
-        PyErr_SetString(PyExc_ValueError, "owners: not int32, or ids and weights that differ");
+    int encoded = !is_element(values, "f");
+    if (weights->len != ids->len ||
+        values->len != (encoded ? (Py_ssize_t)row->size : 4 * layer->hidden)) {
+        PyErr_SetString(PyExc_ValueError, "values, ids, weights: of another size than the layer's");
         return -1;
     }
     for (long pair = 0; pair < row->pairs; pair++)
-        if (row->ids[pair] >= (uint64_t)owners->shape[0] || row->ids[pair] > UINT16_MAX) {
+        if (row->ids[pair] >= (uint64_t)layer->experts || row->ids[pair] > UINT16_MAX) {
             PyErr_Format(PyExc_ValueError, "ids: there is no expert %u", row->ids[pair]);
             return -1;
         }
-    if (!is_element(values, "f")) {   /* raw already */
-        row->raw = values->buf, row->size = (size_t)values->len;
-        return 1;
-    }
-    long hidden = (long)(values->len / 4);
-    row->size = (size_t)row_bytes(form, hidden);
-    if (!(row->raw = row->made = PyMem_Malloc(row->size + 1))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    kernels->forms[form].encode(values->buf, hidden, row->raw, row->raw + hidden * value_bytes(form));
+    if (encoded)
+        row->raw = values->buf;
+    else
+        kernels->forms[layer->form].encode(values->buf, layer->hidden, row->raw,
+                                           row->raw + layer->hidden * value_bytes(layer->form));
     return 1;
 }
 
-/* arguments: plan, head, values, form, ids, weights, owners. 1 if all has gone, 0 if some has not,
- * 2 if nothing was done since the arrays are not such as can be taken here. */
+/* arguments: layer, values, ids, weights. 1 if all has gone, 0 if some has not, 2 if nothing was
+ * done since the arrays are not such as can be taken here. */
 static int out(Views *views, PyObject *const *arguments) {
-    long nodes, form = PyLong_AsLong(arguments[3]);
-    struct row row = {0};
-    struct lane *lanes = PyErr_Occurred() ? NULL : lanes_of(views, arguments[0], &nodes);
-    if (!lanes) return -1;
-    if (form < 0 || form >= ROW_FORMS) {
-        PyErr_Format(PyExc_ValueError, "form: there is none of number %ld", form);
-        return -1;
+    const struct layer *layer = PyCapsule_GetPointer(arguments[0], NAME);
+    struct row row;
+    int whole = layer ? take_row(views, arguments, layer, &row) : -1;
+    if (whole <= 0) return whole < 0 ? -1 : 2;
+    Py_BEGIN_ALLOW_THREADS
+    for (long node = 0; node < layer->nodes; node++) {
+        send_to(layer, node, &row);
+        whole &= layer->lanes[node].state != ODD;
     }
-    int whole = take_row(views, arguments, &row, form);
-    if (whole > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        for (long node = 0; node < nodes; node++) {
-            send_to(&lanes[node], node, &row);
-            whole &= lanes[node].state != ODD;
-        }
-        Py_END_ALLOW_THREADS
-    } else if (!whole) {
-        whole = 2;
-    }
-    PyMem_Free(row.made);
+    Py_END_ALLOW_THREADS
     return whole;
 }
 
 /* ---- and back ---- */
 
-struct due {
-    uint8_t head[HEAD];
-    size_t size;              /* of a reply's frame */
-    uint8_t *rooms;
-    size_t room;
-};
-
-/* Take what is there; ODD if it is anything but the reply that is due, or the end. */
-static void take(struct lane *lane, uint8_t *room, struct due *due) {
-    ssize_t count = recv((int)lane->descriptor, room + lane->got, due->room - (size_t)lane->got,
-                         MSG_DONTWAIT);
-    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+/* Take what comes of a node's reply, or what is there (`flags`: MSG_DONTWAIT); ODD if it is
+ * anything but that. 0 if nothing came, -1 for a signal. */
+static int take(const struct layer *layer, long node, int flags) {
+    struct lane *lane = &layer->lanes[node];
+    uint8_t *room = layer->rooms + layer->room * (size_t)node, due[HEAD];
+    int64_t size = HEADER + number_at(layer->due + LENGTH_AT);
+    ssize_t count = recv((int)lane->descriptor, room + lane->got, layer->room - (size_t)lane->got,
+                         flags);
+    if (count < 0 && errno == EINTR) return -1;
+    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
     if (count <= 0) {
         lane->state = ODD;
-        return;
+        return 1;
     }
     lane->got += count;
-    put_number(due->head + SEQUENCE_AT, (uint32_t)lane->sequence);
-    if (lane->got < (int64_t)due->size) {
-        size_t known = lane->got < HEAD ? (size_t)lane->got : HEAD;
-        if (memcmp(room, due->head, known)) lane->state = ODD;
-        return;
-    }
-    uint32_t crc = checksum(checksum(0, room, HEAD), room + HEADER, due->size - HEADER);
-    if (lane->got != (int64_t)due->size || memcmp(room, due->head, HEAD) ||
-        crc != number_at(room + HEAD)) {
+    memcpy(due, layer->due, HEAD);
+    put_number(due + SEQUENCE_AT, (uint32_t)lane->sequence);
+    if (memcmp(room, due, lane->got < HEAD ? (size_t)lane->got : HEAD) || lane->got > size) {
         lane->state = ODD;
-        return;
+    } else if (lane->got == size) {
+        uint32_t crc = checksum(checksum(0, room, HEAD), room + HEADER, (size_t)size - HEADER);
+        lane->state = crc == number_at(room + HEAD) ? REPLIED : ODD;
+        lane->replied_at = clock_now();
+        lane->queue_us = number_at(room + HEADER), lane->compute_us = number_at(room + HEADER + 4);
     }
-    lane->state = REPLIED, lane->replied_at = clock_now();
-    lane->queue_us = number_at(room + HEADER), lane->compute_us = number_at(room + HEADER + 4);
-}
-
-/* Take from every node that has something to say. -1 for a signal. */
-static int take_all(struct lane *lanes, long nodes, struct due *due) {
-    struct pollfd owing[MOST_NODES];
-    for (long node = 0; node < nodes; node++) {
-        int descriptor = lanes[node].state == ASKED ? (int)lanes[node].descriptor : -1;
-        owing[node] = (struct pollfd){descriptor, POLLIN, 0};
-    }
-    if (poll(owing, (nfds_t)nodes, 0) < 0) return errno == EINTR ? -1 : 0;
-    for (long node = 0; node < nodes; node++)
-        if (owing[node].revents) take(&lanes[node], due->rooms + due->room * (size_t)node, due);
-    return 0;
+    return 1;
 }
 
 /* Until all have replied (1), one is odd or the time is over (0), or a signal came (-1). Waits for
  * one node after the other, since to be woken for each reply takes the nodes' time where cores are
- * few; but never for long without looking at the others. */
-static int gather(struct lane *lanes, long nodes, struct due *due, int64_t until, int64_t spin_until) {
-    long node = 0;
-    for (int64_t time = clock_now();;) {
-        while (node < nodes && (lanes[node].state == UNASKED || lanes[node].state == REPLIED)) node++;
-        if (node == nodes) return 1;
-        if (lanes[node].state == ODD) return 0;
-        int64_t got = lanes[node].got;
-        take(&lanes[node], due->rooms + due->room * (size_t)node, due);
-        if (lanes[node].state != ASKED || lanes[node].got != got) continue;
-        struct pollfd owing = {(int)lanes[node].descriptor, POLLIN, 0};
-        int ready = poll(&owing, 1, time < spin_until ? 0 : LOOK_MS);
-        if (ready < 0) return errno == EINTR ? -1 : 0;
-        time = clock_now();
-        if (ready || time < spin_until) continue;
-        if (take_all(lanes, nodes, due)) return -1;
-        for (long other = 0; other < nodes; other++)
-            if (lanes[other].state == ODD) return 0;
-        if (time >= until) return 0;
-    }
+ * few; but when nothing came for as long as a socket waits, it looks at the others. */
+static int gather(const struct layer *layer, int64_t until) {
+    for (long node = 0; node < layer->nodes; node++)
+        while (layer->lanes[node].state != UNASKED && layer->lanes[node].state != REPLIED) {
+            if (layer->lanes[node].state == ODD) return 0;
+            int came = take(layer, node, 0);
+            if (came > 0) continue;
+            for (long other = 0; other < layer->nodes; other++) {
+                if (layer->lanes[other].state == ASKED) take(layer, other, MSG_DONTWAIT);
+                if (layer->lanes[other].state == ODD) return 0;
+            }
+            if (came < 0) return -1;
+            if (clock_now() >= until) return 0;
+        }
+    return 1;
 }
 
 static long count_all(struct lane *lanes, long nodes) {
@@ -235,61 +256,48 @@ static long count_all(struct lane *lanes, long nodes) {
     return moved;
 }
 
-static int add_all(struct lane *lanes, long nodes, const struct due *due, float *total, long hidden,
-                   long form) {
-    const struct row_form *rows = &kernels->forms[form];
-    for (long node = 0; node < nodes; node++)
-        if (lanes[node].state == REPLIED) {
-            const uint8_t *values = due->rooms + due->room * (size_t)node + HEADER + TIMES;
-            const uint8_t *scales = values + hidden * value_bytes(form);
-            if (rows->finite(values, scales, hidden)) {
-                rows->add(values, scales, hidden, total);
-            } else {
-                lanes[node].state = ODD;
+static int add_all(const struct layer *layer, float *total) {
+    const struct row_form *rows = &kernels->forms[layer->form];
+    long hidden = layer->hidden;
+    memset(total, 0, (size_t)hidden * 4);
+    for (long node = 0; node < layer->nodes; node++)
+        if (layer->lanes[node].state == REPLIED) {
+            const uint8_t *values = layer->rooms + layer->room * (size_t)node + HEADER + TIMES;
+            const uint8_t *scales = values + hidden * value_bytes(layer->form);
+            if (!rows->finite(values, scales, hidden)) {
+                layer->lanes[node].state = ODD;
                 return 0;
             }
+            rows->add(values, scales, hidden, total);
         }
     return 1;
 }
 
-/* arguments: plan, rooms, due, total, form, seconds, spin. The bytes that went and came; 0 if the
- * caller has to go on. */
+/* arguments: layer, total, seconds. The bytes that went and came; 0 if the caller has to go on. */
 static long back(Views *views, PyObject *const *arguments) {
-    long nodes;
-    struct due due;
-    struct lane *lanes = lanes_of(views, arguments[0], &nodes);
-    const Py_buffer *rooms = lanes ? view_array(views, arguments[1], "rooms", 'B', 2, 1) : NULL;
-    const uint8_t *head = rooms ? head_of(views, arguments[2], "due") : NULL;
-    const Py_buffer *total = head ? view_array(views, arguments[3], "total", 'f', -1, 1) : NULL;
-    if (!total) return -1;
-    long form = PyLong_AsLong(arguments[4]), hidden = (long)(total->len / 4);
-    double seconds = PyFloat_AsDouble(arguments[5]), spin = PyFloat_AsDouble(arguments[6]);
-    if (PyErr_Occurred()) return -1;
-    memcpy(due.head, head, HEAD);
-    due.size = HEADER + number_at(head + LENGTH_AT);
-    due.rooms = rooms->buf, due.room = (size_t)rooms->shape[1];
-    if (form < 0 || form >= ROW_FORMS || rooms->shape[0] != nodes || due.room <= due.size ||
-        due.size != (size_t)(HEADER + TIMES + row_bytes(form, hidden))) {
-        PyErr_SetString(PyExc_ValueError, "rooms: of another number or size, or total is");
+    const struct layer *layer = PyCapsule_GetPointer(arguments[0], NAME);
+    const Py_buffer *total = layer ? view_array(views, arguments[1], "total", 'f', -1, 1) : NULL;
+    double seconds = total ? PyFloat_AsDouble(arguments[2]) : 0;
+    if (!total || PyErr_Occurred()) return -1;
+    if (total->len != 4 * layer->hidden) {
+        PyErr_SetString(PyExc_ValueError, "total: of another size than the layer's rows");
         return -1;
     }
-    int64_t time = clock_now(), until = time + (int64_t)(seconds * 1e9);
+    int64_t until = clock_now() + (int64_t)(seconds * 1e9);
     for (;;) {
         int fine;
         Py_BEGIN_ALLOW_THREADS
-        fine = gather(lanes, nodes, &due, until, time + (int64_t)(spin * 1e9));
+        fine = gather(layer, until);
+        if (fine > 0) fine = add_all(layer, total->buf);
         Py_END_ALLOW_THREADS
-        if (fine >= 0) {
-            fine = fine && add_all(lanes, nodes, &due, total->buf, hidden, form);
-            return fine ? count_all(lanes, nodes) : 0;
-        }
+        if (fine >= 0) return fine ? count_all(layer->lanes, layer->nodes) : 0;
         if (PyErr_CheckSignals()) return -1;
     }
 }
 
 static PyObject *fan_out(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
-    if (count != 7) return PyErr_Format(PyExc_TypeError, "fan_out: %zd arguments, not 7", count);
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "fan_out: %zd arguments, not 4", count);
     Views views;
     views.count = 0;
     int whole = out(&views, arguments);
@@ -299,7 +307,7 @@ static PyObject *fan_out(PyObject *module, PyObject *const *arguments, Py_ssize_
 
 static PyObject *fan_in(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
-    if (count != 7) return PyErr_Format(PyExc_TypeError, "fan_in: %zd arguments, not 7", count);
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "fan_in: %zd arguments, not 3", count);
     Views views;
     views.count = 0;
     long moved = back(&views, arguments);
@@ -308,6 +316,7 @@ static PyObject *fan_in(PyObject *module, PyObject *const *arguments, Py_ssize_t
 }
 
 PyMethodDef fanout_methods[] = {
+    {"fan_layer", (PyCFunction)(void (*)(void))fan_layer, METH_FASTCALL, NULL},
     {"fan_out", (PyCFunction)(void (*)(void))fan_out, METH_FASTCALL, NULL},
     {"fan_in", (PyCFunction)(void (*)(void))fan_in, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

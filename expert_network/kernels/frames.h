@@ -5,6 +5,7 @@
 #ifndef EXPERT_NETWORK_FRAMES_H
 #define EXPERT_NETWORK_FRAMES_H
 
+#include "experts.h"
 #include "forms.h"
 #include "module.h"
 
@@ -24,7 +25,6 @@
 #define TIMES 8             /* bytes of a reply before its values */
 #define OFFSETS 8           /* bytes of a dispatch's offsets, if it has one row */
 #define PAIR 6              /* bytes of an id and a weight */
-#define MOST_PAIRS 256
 
 #ifndef MSG_NOSIGNAL        /* Python ignores SIGPIPE */
 #define MSG_NOSIGNAL 0

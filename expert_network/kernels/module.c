@@ -4,6 +4,7 @@
 #include "choose.h"
 #include "ops_matrix.h"
 #include "pool.h"
+#include "turns.h"
 
 static PyObject *isa(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;
@@ -78,7 +79,7 @@ static int fill(PyObject *module) {
     choose_best();
     for (size_t n = 0; n < sizeof tables / sizeof tables[0]; n++)
         if (PyModule_AddFunctions(module, tables[n])) return -1;
-    if (add_matrix_type(module)) return -1;
+    if (add_matrix_type(module) || add_turns_type(module)) return -1;
     return PyModule_AddIntConstant(module, "VERSION", KERNELS_VERSION);
 }
 

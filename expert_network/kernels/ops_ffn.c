@@ -1,4 +1,5 @@
-/* ffn: its arguments, checked. */
+/* ffn and experts: their arguments, checked. */
+#include "experts.h"
 #include "ffn.h"
 #include "module.h"
 #include "ops_matrix.h"
@@ -136,7 +137,95 @@ static PyObject *ffn(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
+/* ---- rows that come one by one, for who is no Python ---- */
+
+struct experts {
+    struct ffn ffn;
+    PyObject *matrices[3];    /* kept alive */
+    uint32_t *slots;          /* of each expert in the stacks; NULL: all give zeros */
+    long count, hidden;
+};
+
+static const char *const NAME = "expert_network.kernels.experts";
+
+static void forget(struct experts *experts) {
+    for (int n = 0; n < 3; n++) Py_XDECREF(experts->matrices[n]);
+    PyMem_Free(experts->slots);
+    PyMem_Free(experts);
+}
+
+static void forget_capsule(PyObject *capsule) { forget(PyCapsule_GetPointer(capsule, NAME)); }
+
+static int take_experts(struct experts *experts, PyObject *const *args) {
+    Views views;
+    views.count = 0;
+    if (take_matrices(&experts->ffn, args) || take_activation(&experts->ffn, args[3], args[4]))
+        return -1;
+    for (int n = 0; n < 3; n++) Py_INCREF(experts->matrices[n] = args[n]);
+    const Py_buffer *slots = view_array(&views, args[5], "slots", 'I', 1, 0);
+    if (slots && (experts->slots = PyMem_Malloc((size_t)slots->len + 4))) {
+        memcpy(experts->slots, slots->buf, (size_t)slots->len);
+        experts->count = slots->shape[0], experts->hidden = experts->ffn.up->cols;
+    } else if (slots) {
+        PyErr_NoMemory();
+    }
+    views_release(&views);
+    return experts->slots ? 0 : -1;
+}
+
+static PyObject *experts(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+    (void)module;
+    if (n != 6) return PyErr_Format(PyExc_TypeError, "experts: %zd arguments, not 6", n);
+    struct experts *made = PyMem_Calloc(1, sizeof *made);
+    if (!made) return PyErr_NoMemory();
+    PyObject *capsule = take_experts(made, args) ? NULL : PyCapsule_New(made, NAME, forget_capsule);
+    if (!capsule) forget(made);
+    return capsule;
+}
+
+static PyObject *no_experts(PyObject *module, PyObject *hidden) {
+    (void)module;
+    struct experts *made = PyMem_Calloc(1, sizeof *made);
+    if (!made) return PyErr_NoMemory();
+    made->hidden = PyLong_AsLong(hidden);
+    PyObject *capsule = PyErr_Occurred() ? NULL : PyCapsule_New(made, NAME, forget_capsule);
+    if (!capsule) forget(made);
+    return capsule;
+}
+
+const struct experts *experts_of(PyObject *capsule, long hidden) {
+    const struct experts *experts = PyCapsule_GetPointer(capsule, NAME);
+    if (!experts) return NULL;
+    if (experts->hidden == hidden && (!experts->slots || experts->ffn.down->rows == hidden))
+        return experts;
+    PyErr_Format(PyExc_ValueError, "experts: not of rows of %ld values", hidden);
+    return NULL;
+}
+
+int experts_sum(const struct experts *experts, const float *row, long pairs, const uint8_t *ids,
+                const uint8_t *weights, int precise, float *out) {
+    uint32_t offsets[2] = {0, (uint32_t)pairs}, slots[MOST_PAIRS];
+    float scores[MOST_PAIRS];
+    if (!experts->slots) {
+        memset(out, 0, 4 * (size_t)experts->hidden);
+        return 0;
+    }
+    for (long pair = 0; pair < pairs; pair++) {
+        uint16_t id;
+        memcpy(&id, ids + 2 * pair, 2);
+        slots[pair] = id < experts->count ? experts->slots[id] : UINT32_MAX;
+        if (slots[pair] >= (unsigned long)experts->ffn.up->count) return -1;
+    }
+    memcpy(scores, weights, 4 * (size_t)pairs);
+    struct ffn ffn = experts->ffn;
+    ffn.precision = !precise, ffn.rows = 1, ffn.x = row;
+    ffn.offsets = offsets, ffn.slots = slots, ffn.weights = scores, ffn.out = out;
+    return ffn_run(&ffn);
+}
+
 PyMethodDef ffn_methods[] = {
     {"ffn", (PyCFunction)(void (*)(void))ffn, METH_FASTCALL, NULL},
+    {"experts", (PyCFunction)(void (*)(void))experts, METH_FASTCALL, NULL},
+    {"no_experts", no_experts, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

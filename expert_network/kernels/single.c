@@ -1,10 +1,11 @@
-/* The node's end of a dispatch of one row in sum mode: from the socket to the experts, and from
- * there back to the socket.
+/* The node's end of dispatches of one row in sum mode: from the socket to the experts, and from
+ * there back to the socket, one after the other.
  *
  * Whatever is not a frame that has come whole, of a form that is known, is left to the caller. */
 #include "checksum.h"
 #include "frames.h"
 #include "table.h"
+#include "turns.h"
 
 #include <errno.h>
 #include <math.h>
@@ -18,16 +19,17 @@
 
 /* A link's numbers, int64. sequence: the last dispatch's. moved: bytes that came, or of the reply
  * that went, or -errno. which: its form. since: when the dispatch at hand came, 0 between two; began: when it
- * was its turn; both in nanoseconds. What follows grows with each dispatch that was answered. */
+ * was its turn; both in nanoseconds. ending: whether no more is to be served. What follows grows with
+ * each dispatch that was answered. */
 struct lane {
-    int64_t sequence, moved, pairs, which, since, began;
+    int64_t sequence, moved, pairs, which, since, began, ending;
     int64_t dispatches, all_pairs, queue_us, compute_us, received, sent;
     int64_t queued[BOUNDS + 1], computed[BOUNDS + 1];
 };
 
 /* A form of dispatch, int32. `layer` is a row of `held`. */
 struct form {
-    int32_t layer, form, hidden, most_pairs;
+    int32_t layer, form, hidden, most_pairs, precise;
 };
 
 /* What a link knows, with the memory that it lies in. */
@@ -42,11 +44,38 @@ struct known {
     long experts;
     float *row;
     const double *bounds;
-    uint8_t *raw;             /* for a reply's values */
+    const struct experts **computing; /* of each form; NULL for what Python computes */
+    struct turns *turns, *sending;    /* to compute, and around what goes out */
+    float *sum;
+    uint8_t *raw;                     /* for a reply's values */
+    PyObject *kept[3];
     Views views;
 };
 
 static const char *const NAME = "expert_network.kernels.single";
+
+/* The tuple of the forms' experts, and the two locks. */
+static int take_experts(PyObject *const *arguments, struct known *known) {
+    for (int n = 0; n < 3; n++) Py_INCREF(known->kept[n] = arguments[8 + n]);
+    if (!(known->turns = turns_of(arguments[9], "turns")) ||
+        !(known->sending = turns_of(arguments[10], "sending")))
+        return -1;
+    if (!PyTuple_Check(arguments[8]) || PyTuple_Size(arguments[8]) != known->count) {
+        PyErr_SetString(PyExc_ValueError, "experts: not a tuple of as many as there are forms");
+        return -1;
+    }
+    if (!(known->computing = PyMem_Calloc((size_t)known->count + 1, sizeof *known->computing))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (long n = 0; n < known->count; n++) {
+        PyObject *capsule = PyTuple_GetItem(arguments[8], n);
+        if (capsule != Py_None &&
+            !(known->computing[n] = experts_of(capsule, known->forms[n].hidden)))
+            return -1;
+    }
+    return 0;
+}
 
 static int take_known(PyObject *const *arguments, struct known *known) {
     const Py_buffer *lane, *memory, *heads, *dues, *forms, *held, *row, *bounds;
@@ -67,27 +96,32 @@ static int take_known(PyObject *const *arguments, struct known *known) {
     int fine = lane->len == sizeof(struct lane) && heads->shape[1] == HEAD && held->itemsize == 1 &&
                dues->len == heads->len && bounds->len == BOUNDS * sizeof(double) &&
                forms->len == known->count * (Py_ssize_t)sizeof(struct form);
-    size_t most = 1;
+    long most = 1;
     for (long n = 0; fine && n < known->count; n++) {
         const struct form *form = &known->forms[n];
         fine = form->layer >= 0 && form->layer < held->shape[0] && form->form >= 0 &&
                form->form < ROW_FORMS && form->hidden > 0 && form->hidden * 4 <= row->len;
-        size_t size = fine ? (size_t)row_bytes(form->form, form->hidden) : 0;
-        fine = fine && number_at(known->dues + n * HEAD + LENGTH_AT) == TIMES + size;
-        most = size > most ? size : most;
+        long size = fine ? row_bytes(form->form, form->hidden) : 0;
+        fine = fine && number_at(known->dues + n * HEAD + LENGTH_AT) == TIMES + size &&
+               form->most_pairs <= MOST_PAIRS;
+        most = fine && form->hidden > most ? form->hidden : most;
     }
     if (!fine) {
         PyErr_SetString(PyExc_ValueError, "lane, heads, forms, held, row: they do not go together");
         return -1;
     }
-    if ((known->raw = PyMem_Malloc(most))) return 0;
+    known->sum = PyMem_Malloc(2 * 4 * (size_t)most);
+    known->raw = (uint8_t *)(known->sum + most);   /* no form is longer than f32 */
+    if (known->sum) return take_experts(arguments, known);
     PyErr_NoMemory();
     return -1;
 }
 
 static void forget(struct known *known) {
     views_release(&known->views);
-    PyMem_Free(known->raw);
+    for (int n = 0; n < 3; n++) Py_XDECREF(known->kept[n]);
+    PyMem_Free(known->computing);
+    PyMem_Free(known->sum);
     PyMem_Free(known);
 }
 
@@ -161,10 +195,10 @@ static void count(int64_t *histogram, const double *bounds, int64_t microseconds
     histogram[n]++;
 }
 
-enum { LEFT, ANSWERED, FAILED, NOT_FINITE, CUT };
+enum { LEFT, ANSWERED, FAILED, NOT_FINITE, CUT, ASKED };
 
 /* Send `values`, which took so long, as the reply that is due. */
-static int reply(struct known *known, int descriptor, const float *values, int64_t ended) {
+static int send_reply(struct known *known, int descriptor, const float *values, int64_t ended) {
     struct lane *lane = known->lane;
     const struct form *form = &known->forms[lane->which];
     size_t size = (size_t)row_bytes(form->form, form->hidden);
@@ -192,9 +226,42 @@ static int reply(struct known *known, int descriptor, const float *values, int64
     return ANSWERED;
 }
 
-/* Compute and reply; `lock` is held while the reply goes. FAILED without values. */
-static int answer(struct known *known, int descriptor, PyObject *compute, PyObject *acquire,
-                  PyObject *release) {
+static int reply(struct known *known, int descriptor, const float *values, int64_t ended) {
+    turns_take(known->sending);
+    int result = send_reply(known, descriptor, values, ended);
+    turns_give(known->sending);
+    return result;
+}
+
+static int compute_and_reply(struct known *known, int descriptor) {
+    struct lane *lane = known->lane;
+    const struct form *form = &known->forms[lane->which];
+    const uint8_t *ids = known->memory + HEADER + row_bytes(form->form, form->hidden) + OFFSETS;
+    turns_take(known->turns);
+    lane->began = clock_now();
+    int failed = experts_sum(known->computing[lane->which], known->row, (long)lane->pairs, ids,
+                             ids + 2 * lane->pairs, form->precise, known->sum);
+    turns_give(known->turns);
+    return failed ? FAILED : reply(known, descriptor, known->sum, clock_now());
+}
+
+/* Until something comes that is no such dispatch (LEFT), one is ASKED that Python computes, or
+ * could not be answered; or one was ANSWERED and no more is to be served. */
+static int serve(struct known *known, int descriptor, int once) {
+    struct lane *lane = known->lane;
+    for (;;) {
+        lane->moved = receive(descriptor, known->memory, known->size);
+        if (!read_row(known)) return LEFT;
+        lane->received += lane->moved;
+        lane->since = lane->began = clock_now();
+        if (!known->computing[lane->which]) return ASKED;
+        int result = compute_and_reply(known, descriptor);
+        if (result != ANSWERED || once || lane->ending) return result;
+    }
+}
+
+/* Have Python compute, and reply. FAILED without values. */
+static int ask(struct known *known, int descriptor, PyObject *compute) {
     struct lane *lane = known->lane;
     PyObject *made = PyObject_CallFunction(compute, "LL", lane->which, lane->pairs);
     if (!made) return -1;
@@ -208,16 +275,9 @@ static int answer(struct known *known, int descriptor, PyObject *compute, PyObje
         result = -1;
     }
     if (result == ANSWERED) {
-        PyObject *held = PyObject_CallNoArgs(acquire);
-        if (held) {
-            Py_BEGIN_ALLOW_THREADS
-            result = reply(known, descriptor, values->buf, ended);
-            Py_END_ALLOW_THREADS
-            Py_DECREF(held);
-            held = PyObject_CallNoArgs(release);
-        }
-        if (!held) result = -1;
-        Py_XDECREF(held);
+        Py_BEGIN_ALLOW_THREADS
+        result = reply(known, descriptor, values->buf, ended);
+        Py_END_ALLOW_THREADS
     }
     views_release(&views);
     Py_DECREF(made);
@@ -226,7 +286,7 @@ static int answer(struct known *known, int descriptor, PyObject *compute, PyObje
 
 static PyObject *single(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
-    if (count != 8) return PyErr_Format(PyExc_TypeError, "single: %zd arguments, not 8", count);
+    if (count != 11) return PyErr_Format(PyExc_TypeError, "single: %zd arguments, not 11", count);
     struct known *known = PyMem_Calloc(1, sizeof *known);
     if (!known) return PyErr_NoMemory();
     PyObject *capsule = take_known(arguments, known) ? NULL : PyCapsule_New(known, NAME, forget_capsule);
@@ -234,27 +294,22 @@ static PyObject *single(PyObject *module, PyObject *const *arguments, Py_ssize_t
     return capsule;
 }
 
-static PyObject *serve_row(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *serve_rows(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
-    if (count != 5) return PyErr_Format(PyExc_TypeError, "serve_row: %zd arguments, not 5", count);
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "serve_rows: %zd arguments, not 4", count);
     struct known *known = PyCapsule_GetPointer(arguments[0], NAME);
     int descriptor = known ? (int)PyLong_AsLong(arguments[1]) : -1;
+    int once = known ? PyObject_IsTrue(arguments[3]) : 0, result;
     if (PyErr_Occurred()) return NULL;
-    int result;
     Py_BEGIN_ALLOW_THREADS
-    known->lane->moved = receive(descriptor, known->memory, known->size);
-    result = read_row(known) ? ANSWERED : LEFT;
-    if (result) {
-        known->lane->received += known->lane->moved;
-        known->lane->since = known->lane->began = clock_now();
-    }
+    result = serve(known, descriptor, once);
     Py_END_ALLOW_THREADS
-    if (result) result = answer(known, descriptor, arguments[2], arguments[3], arguments[4]);
+    if (result == ASKED) result = ask(known, descriptor, arguments[2]);
     return result < 0 ? NULL : PyLong_FromLong(result);
 }
 
 PyMethodDef single_methods[] = {
     {"single", (PyCFunction)(void (*)(void))single, METH_FASTCALL, NULL},
-    {"serve_row", (PyCFunction)(void (*)(void))serve_row, METH_FASTCALL, NULL},
+    {"serve_rows", (PyCFunction)(void (*)(void))serve_rows, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

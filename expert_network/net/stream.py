@@ -176,6 +176,12 @@ class FrameStream(Generic[E]):
             self._polled = True
         self._patience.look(self._poll)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Have the kernel wait no longer for what comes; for other hands that read."""
+        if seconds != self._receive_timeout:
+            self._set_timeout(socket.SO_RCVTIMEO, seconds)
+            self._receive_timeout = seconds
+
     def room(self) -> memoryview:
         """Where other hands may put what comes next, to say then that it `came`."""
         return self._inbox.room()
@@ -410,10 +416,7 @@ class FrameStream(Generic[E]):
     def _wait_at_most(self, left: float, silence: float) -> None:
         """Give the kernel a timeout of at most `left`: the same in most calls, so rarely set."""
         step = silence / 8
-        wanted = left // step * step if step <= left < float("inf") else left
-        if wanted != self._receive_timeout:
-            self._set_timeout(socket.SO_RCVTIMEO, wanted)
-            self._receive_timeout = wanted
+        self.wait_at_most(left // step * step if step <= left < float("inf") else left)
 
     def _set_timeout(self, option: int, seconds: float) -> None:
         # 0 is "for ever" to the kernel.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from threading import Lock
 from time import perf_counter
-from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from expert_network import kernels
 from expert_network.net.rows import decode, encode
 from expert_node.metrics import Counters
 from expert_protocol.frames import (
@@ -54,7 +55,7 @@ class Blocks(Protocol):
         """
 
 
-class Turns:
+class _Turns:
     """A lock that is given in the order in which it was asked for.
 
     threading.Lock promises no order: a driver that sends its next dispatch at once could keep all
@@ -66,27 +67,36 @@ class Turns:
         self._taken = False
         self._waiting: deque[Lock] = deque()
 
-    def __enter__(self) -> None:
+    def acquire(self, blocking: bool = True) -> bool:
+        """Whether it was given."""
         with self._mutex:
             if not self._taken:
                 self._taken = True
-                return
+                return True
+            if not blocking:
+                return False
             turn = Lock()
             turn.acquire()
             self._waiting.append(turn)
-        turn.acquire()
+        return turn.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def release(self) -> None:
+        """Give it to who has waited longest."""
         with self._mutex:
             if self._waiting:
                 self._waiting.popleft().release()
             else:
                 self._taken = False
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+#: The native ones are for native code as well.
+Turns: Any = getattr(kernels._native, "Turns", _Turns) if kernels.available() else _Turns
 
 
 class Computer:
@@ -108,6 +118,8 @@ class Computer:
         for layer, place in self.layers.items():
             self.held[place, blocks.owned(layer)] = True
         self._held = {layer: self.held[place] for layer, place in self.layers.items()}
+        #: What native code computes a row of a layer with; None for what the blocks compute.
+        self.native: Callable[[int], object] = getattr(blocks, "native", lambda layer: None)
 
     def answer(self, dispatch: Dispatch) -> Reply | ErrorReply:
         """The reply to `dispatch`, or why there is none. Any thread; waits for its turn."""

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from threading import Condition, Lock, Thread
+from threading import Condition, Thread
 from time import monotonic
 
 from expert_network.errors import (
@@ -24,7 +24,7 @@ from expert_network.errors import (
 )
 from expert_network.net.checksum import crc32
 from expert_network.net.stream import Buffer, FrameStream
-from expert_node.compute import Computer
+from expert_node.compute import Computer, Turns
 from expert_node.metrics import Counters
 from expert_node.single import Single
 from expert_protocol.connection import NodeConnection, NodeEvent
@@ -157,7 +157,7 @@ class Links:
             self.ending = reason
             served = list(self._links.values())
             for link in self._links:
-                link.stream.interrupt()
+                link.interrupt()
         left = wait(served, seconds).not_done
         self.cut()
         self._threads.shutdown(wait=False)
@@ -210,7 +210,7 @@ class Link:
         #: When the dispatch at hand came; None between two.
         self._since: float | None = None
         # Around every frame that goes out: no WORKING inside of a REPLY, and none after it.
-        self._sending = Lock()
+        self._sending = Turns()
         self._dispatches = 0
         self._single: Single | None = None
         if links.computer.layers and Single.there:
@@ -251,6 +251,12 @@ class Link:
         received, sent = (0, 0) if self._single is None else self._single.traffic
         return self.stream.bytes_received + received, self.stream.bytes_sent + sent
 
+    def interrupt(self) -> None:
+        """End it after the dispatch at hand. Any thread."""
+        if self._single is not None:
+            self._single.end()
+        self.stream.interrupt()
+
     def say_working(self) -> None:
         """Tell the driver that its dispatch is still computed, if it has been for a while.
 
@@ -260,7 +266,7 @@ class Link:
         since = self._busy_since()
         if since is None or monotonic() - since < self._limits.working / 2:
             return
-        if not self._sending.acquire(blocking=False):
+        if not self._sending.acquire(False):
             return
         try:
             if self._busy_since() is not None and _writable(self.stream.fileno()):

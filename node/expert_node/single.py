@@ -1,4 +1,7 @@
-"""A decode step's dispatch, one row in sum mode: from the socket and back in one native call.
+"""A decode step's dispatches, one row in sum mode: from the socket and back in native code.
+
+Where native kernels compute, one call answers what comes as long as nothing else does, without the
+interpreter. Where Python does, each dispatch comes back here to be computed.
 
 It knows the forms of dispatch that its link has answered before, by their heads. Whatever is not a
 whole frame of such a form is left to the stream, with what has come of it.
@@ -8,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from threading import Lock
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
@@ -36,10 +38,10 @@ _native: Any = kernels._native if kernels.available() else None
 #: Forms of dispatch that a link keeps: a few for each layer.
 MOST_FORMS = 1024
 MOST_PAIRS = 256  # of single.c
-# What stands where in a lane, as single.c has it, and what serve_row gives.
-_SEQUENCE, _MOVED, _PAIRS, _WHICH, _SINCE, _BEGAN = range(6)
-_DISPATCHES, _ALL_PAIRS, _QUEUE_US, _COMPUTE_US, _RECEIVED, _SENT = range(6, 12)
-_QUEUED = slice(12, 12 + len(BOUNDS) + 1)
+# What stands where in a lane, as single.c has it, and what serve_rows gives.
+_SEQUENCE, _MOVED, _PAIRS, _WHICH, _SINCE, _BEGAN, _ENDING = range(7)
+_DISPATCHES, _ALL_PAIRS, _QUEUE_US, _COMPUTE_US, _RECEIVED, _SENT = range(7, 13)
+_QUEUED = slice(13, 13 + len(BOUNDS) + 1)
 _COMPUTED = slice(_QUEUED.stop, _QUEUED.stop + len(BOUNDS) + 1)
 _LEFT, _ANSWERED, _FAILED, _NOT_FINITE, _CUT = range(5)
 _BOUNDS_US = np.array(BOUNDS) * 1e6
@@ -66,7 +68,7 @@ class Single:
     sending: the lock around what goes out.
     """
 
-    there = hasattr(_native, "serve_row")
+    there = hasattr(_native, "serve_rows")
 
     def __init__(
         self,
@@ -75,24 +77,23 @@ class Single:
         connection: NodeConnection,
         hidden: Callable[[int], int],
         max_payload: int,
-        sending: Lock,
+        sending: Any,
     ) -> None:
         self._computer, self._stream, self._connection = computer, stream, connection
         self._hidden, self._max_payload = hidden, max_payload
-        self._acquire, self._release = sending.acquire, sending.release
+        self._sending = sending
         self._lane = np.zeros(_COMPUTED.stop, np.int64)
         self._memory = memoryview(b"")
         self._row = np.empty(0, np.float32)
         self._heads, self._dues = np.empty((2, 0, 28), np.uint8)
-        self._facts = np.empty((0, 4), np.int32)
+        self._facts = np.empty((0, 5), np.int32)
+        self._experts: tuple[object, ...] = ()
         self._known: set[bytes] = set()
         self._forms: list[_Form] = []
         self._asked: dict[tuple[int, int], tuple[Any, ...]] = {}
         #: The native side of all this; None when some of it has changed.
         self._single: object = None
         self._error: Exception | None = None
-        #: When the last dispatch's turn came, in nanoseconds.
-        self._last = 0
 
     def learn(self, dispatch: Dispatch) -> None:
         """Know the form of a dispatch that has been answered."""
@@ -110,10 +111,11 @@ class Single:
         self._forms.append(_Form(layer, dtype, precise, self._of(hidden)))
         row, more = (dispatch_size(1, pairs, hidden, dtype) for pairs in (0, 1))
         pairs = min(MOST_PAIRS, (self._max_payload - row) // (more - row))
-        facts = np.array((self._computer.layers[layer], dtype, hidden, pairs), np.int32)
+        facts = np.array((self._computer.layers[layer], dtype, hidden, pairs, precise), np.int32)
         self._heads = np.vstack([self._heads, np.frombuffer(head, np.uint8)])
         self._dues = np.vstack([self._dues, np.frombuffer(due, np.uint8)])
         self._facts = np.vstack([self._facts, facts])
+        self._experts = (*self._experts, self._computer.native(layer))
         self._single = None
 
     def serve(self, links: Ending, send_timeout: float) -> ErrorReply | None:
@@ -130,15 +132,13 @@ class Single:
         while result == _ANSWERED and links.ending is None:
             if stream.looks:
                 stream.look()
-            result = _native.serve_row(
-                single, stream.fileno(), self._compute, self._acquire, self._release
-            )
+            result = _native.serve_rows(single, stream.fileno(), self._compute, stream.looks)
         sequence, moved = int(lane[_SEQUENCE]), int(lane[_MOVED])
         if result == _CUT:
             raise stream.broken(moved, send_timeout)
         if result in (_LEFT, _ANSWERED):
             self._connection.skip_to(sequence)
-            stream.take_over(moved if result == _LEFT else 0, self._last / 1e9)
+            stream.take_over(moved if result == _LEFT else 0, int(lane[_BEGAN]) / 1e9)
             return None
         return self._refuse(sequence, result)
 
@@ -147,6 +147,10 @@ class Single:
         """When, by monotonic(), the dispatch at hand came; None between two. Any thread."""
         since = int(self._lane[_SINCE])
         return since / 1e9 if since else None
+
+    def end(self) -> None:
+        """Serve no more than the dispatch at hand. Any thread."""
+        self._lane[_ENDING] = 1
 
     def working(self) -> Sequence[Buffer]:
         """A WORKING about the dispatch at hand. Any thread."""
@@ -173,7 +177,7 @@ class Single:
             self._asked.clear()
             self._single = _native.single(
                 self._lane, memory, self._heads, self._dues, self._facts, self._computer.held,
-                self._row, _BOUNDS_US,
+                self._row, _BOUNDS_US, self._experts, self._computer.turns, self._sending,
             )  # fmt: skip
         return self._single
 
@@ -183,7 +187,7 @@ class Single:
         computer = self._computer
         try:
             with computer.turns:
-                self._lane[_BEGAN] = self._last = perf_counter_ns()
+                self._lane[_BEGAN] = perf_counter_ns()
                 values = computer.blocks.compute(*asked)
                 return values if values.flags.c_contiguous else np.ascontiguousarray(values)
         except Exception as error:
@@ -212,9 +216,9 @@ class Single:
         lane[_SINCE] = 0
         form, error = self._forms[int(lane[_WHICH])], self._error
         self._error = None
-        if error is not None:
-            return self._computer.failed(form.layer, error)
-        return self._computer.cannot_carry(form.layer, form.dtype)
+        if result == _NOT_FINITE:
+            return self._computer.cannot_carry(form.layer, form.dtype)
+        return self._computer.failed(form.layer, error or MemoryError("for a row"))
 
     def _of(self, hidden: int) -> NDArray[np.float32]:
         return self._row[:hidden].reshape(1, hidden)

@@ -30,6 +30,8 @@ from expert_driver.dispatch.dispatcher import NetworkExperts
 from expert_driver.dispatch.links import Opener
 from expert_driver.dispatch.network import Network
 from expert_driver.figures import DispatchTimes
+from expert_network import kernels
+from expert_network.model.host import HostArray
 from expert_network.net.opening import prepare
 from expert_node.compute import Computer
 from expert_node.daemon import _new_event_loop
@@ -95,12 +97,17 @@ def bare(out: Sequence[int], back: Sequence[int]) -> Iterator[Callable[[], None]
 
 
 class EmptyBlocks:
-    """Experts that take no time: all of them, in every node."""
+    """Experts that take no time: all of them, in every node, native ones for single rows."""
 
     compute_dtype = "float32"
 
     def __init__(self, hidden: int) -> None:
         self._zeros = np.zeros((4096, hidden), np.float32)
+        self._experts = kernels.no_experts(hidden)
+
+    def native(self, layer: int) -> object:
+        """What a node's native code computes a row with."""
+        return self._experts
 
     def owned(self, layer: int) -> NDArray[np.intp]:
         return np.arange(EXPERTS)
@@ -183,8 +190,9 @@ def measure(
 ) -> dict[str, Any]:
     """p50 and p99 in microseconds of both, and their ratio, over `runs` interleaved runs.
 
-    "dispatch" is NetworkExperts.weighted_sum, MLX arrays in and out; "wire" is the part of it from
-    the evaluated rows to the last reply.
+    "dispatch" is NetworkExperts.weighted_sum as a native trunk calls it in each layer of a token:
+    HostArrays in and out, and no observer. "mlx" is the same with MLX arrays; "wire" is the part of
+    "dispatch" from the rows to the last reply, observed.
     """
     ids, owners = _ids_over_all(nodes, rows)
     pairs = [int((owners == node).sum()) for node in range(nodes)]
@@ -196,15 +204,21 @@ def measure(
     ]
     with bare(out, back) as plain, empty_network(nodes, hidden, wire) as network:
         seen: list[DispatchTimes] = []
-        network.observer = seen.append
-        once = _dispatch(NetworkExperts(network), ids, hidden)
-        found: dict[str, list[list[float]]] = {"bare": [], "dispatch": [], "wire": []}
+        experts = NetworkExperts(network)
+        ways = {"bare": plain} | {
+            name: _dispatch(experts, ids, hidden, of)
+            for name, of in (("dispatch", HostArray.of), ("mlx", mx.array))
+        }
+        found: dict[str, list[list[float]]] = {name: [] for name in (*ways, "wire")}
         for run in range(runs + 1):
             taken: dict[str, list[float]] = {name: [] for name in found}
             seen.clear()
             for _ in range(max(1, rounds // TURN)):
-                taken["bare"] += _timed(plain, TURN)
-                taken["dispatch"] += _timed(once, TURN)
+                for name, once in ways.items():
+                    taken[name] += _timed(once, TURN)
+                network.observer = seen.append
+                _timed(ways["dispatch"], TURN)
+                network.observer = None
             taken["wire"] = [(times.done - times.evaluated) * 1e6 for times in seen]
             for name in found if run else ():  # the first one warms up
                 found[name].append(taken[name])
@@ -225,11 +239,16 @@ def _ids_over_all(nodes: int, rows: int) -> tuple[NDArray[np.uint32], NDArray[np
     return ids.astype(np.uint32), first[ids].astype(np.int64)
 
 
-def _dispatch(experts: NetworkExperts, ids: NDArray[np.uint32], hidden: int) -> Callable[[], None]:
+def _dispatch(
+    experts: NetworkExperts,
+    ids: NDArray[np.uint32],
+    hidden: int,
+    array: Callable[[Any], mx.array],
+) -> Callable[[], None]:
     rng = np.random.default_rng(2)
-    x = mx.array(rng.normal(size=(len(ids), hidden)).astype(np.float32))
-    weights = mx.array(rng.random(ids.shape).astype(np.float32))
-    routed = mx.array(ids)
+    x = array(rng.normal(size=(len(ids), hidden)).astype(np.float32))
+    weights = array(rng.random(ids.shape).astype(np.float32))
+    routed = array(ids)
     mx.eval(x, weights, routed)
 
     def once() -> None:
@@ -257,7 +276,7 @@ def _summary(found: dict[str, list[list[float]]]) -> dict[str, Any]:
             "p50_us_of_runs": [round(value, 1) for value in p50],
             "p99_us": round(median(p99), 1),
         }
-    for name in ("dispatch", "wire"):
+    for name in (name for name in found if name != "bare"):
         ratios = [
             ours / bare
             for ours, bare in zip(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from threading import Semaphore
+from threading import Event
+from time import sleep
 from typing import Any
 
 import numpy as np
 import pytest
 
 from expert_node.compute import Computer, Turns
+from expert_node.compute import _Turns as PythonTurns
 from expert_node.metrics import Counters
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Reply, ReplyMode, WireDType
 from tests.support.wire import KINDS_OF_ROWS
@@ -175,39 +176,34 @@ def test_counts() -> None:
     assert sum(counters.compute.counts) == sum(counters.queue.counts) == 1
 
 
-class TellingQueue(deque[Any]):
-    """Lets a test know when somebody has queued."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queued = Semaphore(0)
-
-    def append(self, item: Any) -> None:
-        super().append(item)
-        self.queued.release()
-
-
-def test_turns_come_in_order() -> None:
+@pytest.mark.parametrize("kind", {Turns, PythonTurns}, ids=lambda kind: kind.__module__)
+def test_turns_come_in_order(kind: Any) -> None:
     """Whoever asks first has the next turn, whatever the scheduler thinks."""
-    turns, queue = Turns(), TellingQueue()
-    turns._waiting = queue
+    turns = kind()
     order: list[int] = []
     with ThreadPoolExecutor(20) as pool, turns:
         for number in range(20):
-            pool.submit(take_turn, turns, order, number)
-            assert queue.queued.acquire(timeout=30)
+            asking = Event()
+            pool.submit(take_turn, turns, order, number, asking)
+            assert asking.wait(30)
+            sleep(0.01)  # it has said so a moment before it asks
     assert order == list(range(20))
 
 
-def take_turn(turns: Turns, order: list[int], number: int) -> None:
+def take_turn(turns: Any, order: list[int], number: int, asking: Event) -> None:
+    asking.set()
     with turns:
         order.append(number)
 
 
-def test_a_turn_ends_with_an_error() -> None:
-    """An exception in somebody's turn does not keep it taken."""
-    turns = Turns()
+@pytest.mark.parametrize("kind", {Turns, PythonTurns}, ids=lambda kind: kind.__module__)
+def test_a_turn_ends_with_an_error(kind: Any) -> None:
+    """An exception in somebody's turn does not keep it taken; one that is taken is not given."""
+    turns = kind()
     with pytest.raises(RuntimeError), turns:
+        assert not turns.acquire(False)
         raise RuntimeError
+    assert turns.acquire(False)
+    turns.release()
     with turns:
         pass

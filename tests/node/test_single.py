@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expert_network import kernels
 from expert_network.net.stream import FrameStream
 from expert_node.compute import Computer
 from expert_node.links import Limits, Links
@@ -62,6 +63,36 @@ class Blocks:
         if mode:
             return np.repeat(rows, np.diff(offsets), axis=0) * np.float32(self.factor)
         return self.factor * rows * np.add.reduceat(weights, offsets[:-1])[:, None]
+
+
+class NativeBlocks(Blocks):
+    """Real experts: what comes in single rows is computed without Python, as `compute` would."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__(factor=factor)
+        self.go.set()
+        rng = np.random.default_rng(3)
+        self.hidden = hidden(1)
+        up, down = rng.normal(size=(2, 7, 8 * self.hidden)).astype(np.float32)
+        self._up = kernels.Matrix(up.reshape(7, 8, -1), mode="plain", cols=self.hidden)
+        down *= np.float32(factor)
+        self._down = kernels.Matrix(down.reshape(7, -1, 8), mode="plain", cols=8)
+
+    def native(self, layer: int) -> object:
+        slots = np.array([*range(7), 2**32 - 1], np.uint32)
+        return kernels.experts(None, self._up, self._down, "relu2", (), slots)
+
+    def compute(
+        self, layer: int, mode: int, rows: Any, offsets: Any, ids: Any, weights: Any, precise: bool
+    ) -> Any:
+        self.asked.append((layer, precise, ids.tolist()))
+        out = np.empty((len(ids) if mode else len(rows), self.hidden), np.float32)
+        scores = None if mode else np.array(weights)
+        kernels.ffn(
+            None, self._up, self._down, "relu2", (), rows, offsets.astype(np.uint32),
+            ids.astype(np.uint32), scores, out, kernels.F32,
+        )  # fmt: skip
+        return out
 
 
 @contextmanager
@@ -131,6 +162,47 @@ def test_the_bits_of_the_stream(dtype: WireDType) -> None:
         found.append((blocks.asked, data, counters.dispatches, counters.rows, counters.pairs))
         assert links.traffic() == (link.stream.bytes_sent, link.stream.bytes_received)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", list(WireDType))
+def test_the_bits_of_python(dtype: WireDType) -> None:
+    """Experts asked by native code give the bits that they give to Python, and all is counted."""
+    found = []
+    for native in (True, False):
+        blocks = NativeBlocks()
+        with serving(blocks, native) as (link, links):
+            replies = [link.ask(asked) for asked in mixed(dtype) * 2]
+            data = [reply.data.tobytes() for reply in replies if isinstance(reply, Reply)]
+            assert len(data) == len(replies)
+        counters = links.counters
+        assert sum(counters.compute.counts) == counters.dispatches == len(data)
+        assert (len(blocks.asked) < len(data)) is native
+        found.append((data, counters.dispatches, counters.rows, counters.pairs))
+        assert links.traffic() == (link.stream.bytes_sent, link.stream.bytes_received)
+    assert found[0] == found[1]
+
+
+def test_refusals_of_native_experts() -> None:
+    """What native code cannot answer is refused with the sentences of Python."""
+    with serving(NativeBlocks(factor=1e6)) as (link, links):
+        asked = dispatch((3,), dtype=WireDType.F32)
+        assert isinstance(link.ask(asked), Reply) and isinstance(link.ask(asked), Reply)
+        missing = replace(asked, ids=np.array([0, 7, 1], np.uint16))
+        answer = link.ask(missing)
+        assert isinstance(answer, ErrorReply) and "block (1, 7)" in answer.message
+        narrow = dispatch((3,), dtype=WireDType.F16)
+        for _ in range(2):
+            answer = link.ask(narrow)
+            assert isinstance(answer, ErrorReply) and "f16 cannot carry" in answer.message
+            assert isinstance(link.ask(asked), Reply)
+        # A form that was never answered is not known: this one has been.
+        zero = replace(narrow, weights=np.zeros(3, np.float32))
+        assert isinstance(link.ask(zero), Reply)
+        answer = link.ask(narrow)
+        assert isinstance(answer, ErrorReply) and "f16 cannot carry" in answer.message
+        assert isinstance(link.ask(asked), Reply)
+        assert links.drain("leaving", 20) == 0
+        assert "leaving" in str(link.receive())
 
 
 def test_pings_and_pieces() -> None:

@@ -34,6 +34,8 @@ if not hasattr(_native, "fan_out"):
 MOST_NODES = 256  # of fanout.c
 #: Until what has not come is left to the exchange, which knows about deadlines.
 WAIT_S = 0.1
+#: To wait for one node before the others are looked at.
+LOOK_S = 0.005
 # What stands where in a row of a plan, as fanout.c has it.
 _DESCRIPTOR, _SEQUENCE, _PAIRS, _, _SENT, _GOT = range(6)
 _COLUMNS, _TIMES, _SUMS = 16, slice(6, 10), slice(10, 16)
@@ -42,12 +44,12 @@ _WHOLE, _NOT_TAKEN = 1, 2  # what fan_out gives
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """What is the same in all dispatches of a layer: its heads, and the owner of each expert."""
+    """What is the same in all dispatches of a layer; native: the same for fan_out and fan_in."""
 
     number: int
-    head: bytes
-    due: bytes
+    hidden: int
     owners: npt.NDArray[np.int32]
+    native: object
 
 
 class Fanout:
@@ -90,9 +92,9 @@ class Fanout:
             return None
         if self.row is not None or not (self._ahead or self._quiet()):
             return None
-        asked = Row(self, known, hidden, row, ids, weights)
+        asked = Row(self, known, row, ids, weights)
         self.row = asked  # before an interrupt can come: who abandons then closes its links
-        sent = _native.fan_out(self.plan, known.head, row, self.dtype, ids, weights, known.owners)
+        sent = _native.fan_out(known.native, row, ids, weights)
         if sent == _NOT_TAKEN:
             self.row = None
             return None
@@ -130,8 +132,10 @@ class Fanout:
         room = 2 * HEADER_SIZE + reply_size(1, 0, hidden, ReplyMode.SUM, self.dtype)
         if room > self.rooms.shape[1]:
             self.rooms = np.empty((len(self.links), room), np.uint8)
+            self._layers.clear()  # what comes for them lies elsewhere
         owners = np.ascontiguousarray(self.agreement.chosen[layer], np.int32)
-        return _Layer(layer, head, due, owners)
+        same = self.plan, self.rooms, head, due, owners, self.dtype, hidden
+        return _Layer(layer, hidden, owners, _native.fan_layer(*same))
 
     def _quiet(self) -> bool:
         """Whether nothing is under way; then the plan's numbers are the links' own."""
@@ -142,6 +146,7 @@ class Fanout:
         for link in self.links:
             if link.owed or link.waiting or not link.stream.quiet:
                 return False
+            link.stream.wait_at_most(LOOK_S)
         self.plan[:, _SEQUENCE] = [link.connection.sequence for link in self.links]
         self._ahead = True
         return True
@@ -151,11 +156,10 @@ class Row:
     """One dispatch. `traffic`: the bytes that went and came, once all are there."""
 
     def __init__(
-        self, fanout: Fanout, layer: _Layer, hidden: int, row: Values, ids: Values, weights: Values
+        self, fanout: Fanout, layer: _Layer, row: Values, ids: Values, weights: Values
     ) -> None:
         self._fanout, self._layer = fanout, layer
         self._row, self._ids, self._weights = row, ids, weights
-        self._total = np.zeros((1, hidden), np.float32)
         self._began = monotonic()
         self._gathering: Gathering | None = None
         self.traffic = 0
@@ -168,15 +172,14 @@ class Row:
             try:
                 if exchange.looks:
                     exchange.look()
-                self.traffic = _native.fan_in(
-                    fanout.plan, fanout.rooms, self._layer.due, self._total, fanout.dtype, WAIT_S, 0
-                )
+                total = np.empty((1, self._layer.hidden), np.float32)
+                self.traffic = _native.fan_in(self._layer.native, total, WAIT_S)
             except BaseException:
                 exchange.abandon()
                 raise
             if self.traffic:
                 fanout.row = None
-                return self._total
+                return total
             fanout.settle()
         assert self._gathering is not None
         made = exchange.wait(self._gathering)
@@ -210,5 +213,5 @@ class Row:
                 jobs.append(Job(links[n], call, dtype, [share], fanout.network.counters.nodes[n]))
                 sent.append(lane[_SENT])
                 came.append(fanout.rooms[n, : lane[_GOT]].data)
-        self._gathering = Gathering(jobs, Sums(1, self._total.shape[1], len(jobs)))
+        self._gathering = Gathering(jobs, Sums(1, layer.hidden, len(jobs)))
         fanout.network.exchange.adopt(self._gathering, self._began, sent, came)
