@@ -17,7 +17,7 @@ from expert_driver.dispatch.network import Network
 from expert_driver.dispatch.routing import split
 from expert_driver.dispatch.values import Floats, Outputs, Sums, Values
 from expert_driver.figures import DispatchTimes
-from expert_network.model.host import HostArray
+from expert_network.model.host import HostArray, evaluated
 from expert_network.net.rows import encode
 from expert_network.transfer import Fetch, Transfer
 from expert_protocol.dtypes import WireDType
@@ -100,29 +100,38 @@ class NetworkExperts:
     def begin_sum(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> Finish:
         """Ask for `weighted_sum`."""
         count, hidden = x.shape
-        at_hand = self._at_hand(x, ids, weights)
-        self._keep()
-        entered = perf_counter()
-        at_hand.start()
-        self._tell()
         network = self._network
-        network.ready()
-        values = at_hand.wait()
+        if (
+            type(x) is HostArray and x.dtype == mx.float32 and self._plainly
+        ):  # there is nothing to wait for
+            entered = perf_counter()
+            network.ready()
+            rows, experts, scores = evaluated(x, ids, weights)
+        else:
+            at_hand = self._at_hand(x, ids, weights)
+            self._keep()
+            entered = perf_counter()
+            at_hand.start()
+            self._tell()
+            network.ready()
+            rows, experts, scores = at_hand.wait()
         evaluated_at = perf_counter()
         asked: Row | _Asked | None = None
         if count == 1:
-            asked = self._begin_row(layer, hidden, *values)
+            fanout = self._fanout if self._fanned is network.links else self._fan_out()
+            if fanout is not None:
+                asked = fanout.begin(layer, hidden, rows, experts, scores)
         if asked is None:
-            asked = self._begin_sum(layer, hidden, *values)
+            asked = self._begin_sum(layer, hidden, rows, experts, scores)
         sent = perf_counter()
 
         def finish() -> mx.array:
             self.settle()
-            report = partial(_report, network, asked, layer, count, entered, evaluated_at, sent)
             if count == 1 and self._transfer.promises:
+                report = partial(_report, network, asked, layer, count, entered, evaluated_at, sent)
                 return self._promised(hidden, asked, report)
             made = asked.wait()
-            report(perf_counter())
+            _report(network, asked, layer, count, entered, evaluated_at, sent, perf_counter())
             if self._plainly and type(x) is mx.array:
                 return mx.array(made)
             return _array(made, x, self._transfer)
@@ -134,8 +143,9 @@ class NetworkExperts:
 
         Raises what its dispatch raised.
         """
-        self._keep()
-        self._tell()
+        if self._promise is not None or self._untold is not None:
+            self._keep()
+            self._tell()
 
     def _keep(self) -> None:
         """Write what was promised to where it is to be."""
@@ -191,17 +201,11 @@ class NetworkExperts:
             return _Plain(x, ids, weights)
         return self._transfer.fetching(x, ids, weights)
 
-    def _begin_row(
-        self, layer: int, hidden: int, row: Any, experts: Any, scores: Any
-    ) -> Row | None:
-        """Ask natively for one row, where that can be done."""
-        network = self._network
-        if self._fanned is not network.links:
-            self._fanned = network.links
-            self._fanout = Fanout.over(network, self._wire, self.precise)
-        if self._fanout is None:
-            return None
-        return self._fanout.begin(layer, hidden, row, experts, scores)
+    def _fan_out(self) -> Fanout | None:
+        """What asks for one row natively, where that can be done; made anew for new links."""
+        self._fanned = self._network.links
+        self._fanout = Fanout.over(self._network, self._wire, self.precise)
+        return self._fanout
 
     def _begin_sum(self, layer: int, hidden: int, rows: Any, experts: Any, scores: Any) -> _Asked:
         experts, raw = np.asarray(experts), _raw(np.asarray(rows), self._wire)
