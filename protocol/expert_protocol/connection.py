@@ -14,6 +14,8 @@ Up to MAX_OUTSTANDING dispatches may wait for their answers at a time. They are 
 order in which they were sent, so REPLY, ERROR and WORKING are always about the oldest, and carry
 its sequence number. WAITING ends with the last of them.
 
+Both ends stand in this one file, so that what one may send is read beside what the other takes.
+
 A connection has no lock. A node that sends WORKING from another thread than its replies holds one
 lock around `working` and `reply`, each with the sending of its buffers.
 """
