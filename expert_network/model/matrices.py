@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from expert_network import kernels
+from expert_network import kernels, large_pages
 
 _PLAIN = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
@@ -41,7 +41,9 @@ def matrix_of(layer: Any) -> kernels.Matrix | None:
 
 def _memory(array: mx.array) -> NDArray[Any]:
     """The array's own memory. NumPy has no bfloat16."""
-    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+    memory = np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+    large_pages.use(memory)
+    return memory
 
 
 def _float32(bias: mx.array) -> NDArray[np.float32]:
