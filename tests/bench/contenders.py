@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from time import monotonic, sleep
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ from tests.support.nodes import node_processes
 from tests.support.servers import unused_port
 
 Sample = dict[str, float]
+#: How often everything is measured once a program has started; the median counts.
+REPEATS = 3
 START_S = 60.0
 
 
@@ -42,7 +45,7 @@ class Contender(Protocol):
         """Who."""
 
     def sample(self, load: Load) -> Sample:
-        """Start, measure once after a warm-up, end."""
+        """Start, warm up, measure REPEATS times, end; the medians."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Ours:
 
     def sample(self, load: Load) -> Sample:
         words = [
-            *("bench", str(self.store), "--json", "--rounds", "1", *self.options),
+            *("bench", str(self.store), "--json", "--rounds", str(REPEATS), *self.options),
             *("--contexts", str(load.context), "--tokens", str(load.tokens)),
             *("--prompts", ",".join(map(str, load.prompts)), "--threads", str(load.threads)),
             *("--only", "decode", "--only", "prefill"),
@@ -100,12 +103,12 @@ class LlamaCpp:
             prefill = ("-p", ",".join(map(str, load.prompts)), "-n", "0")
             found = self._bench(load, *remote, *decode) + self._bench(load, *remote, *prefill)
         return {
-            "decode" if run["n_gen"] else f"prefill {run['n_prompt']}": run["avg_ts"]
+            "decode" if run["n_gen"] else f"prefill {run['n_prompt']}": median(run["samples_ts"])
             for run in found
         }
 
     def _bench(self, load: Load, *words: str) -> list[dict[str, Any]]:
-        fixed = ("-m", str(self.model), "-t", str(load.threads), "-r", "1", "-o", "json")
+        fixed = ("-m", str(self.model), "-t", str(load.threads), "-r", str(REPEATS), "-o", "json")
         found: list[dict[str, Any]] = json.loads(
             _output([str(self.llama.bin / "llama-bench"), *fixed, *words])
         )

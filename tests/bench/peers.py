@@ -54,13 +54,13 @@ CLAIMS = (
 
 
 def contenders(shape: Shape, folder: Path, peers: llama.Llama) -> list[Contender]:
-    """Everyone, with the models made."""
+    """Everyone, with the models made; who is compared with whom stands beside them."""
     with progress() as report:
         store = make_store(shape, folder, report)
     model = peers.twin(shape, folder)
     return [
-        Ours(ONE, store),
         LlamaCpp(LLAMA, peers, model),
+        Ours(ONE, store),
         Ours(TWO, store, nodes=2),
         LlamaCpp(RPC, peers, model, servers=2),
         MlxLm(MLX, shape.name),
