@@ -10,7 +10,6 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
-from expert_network import large_pages
 from expert_network.errors import NotOwned, StoreCorrupt
 from expert_network.store.manifest import LayerSpec, TensorSpec
 
@@ -115,7 +114,6 @@ class _Stack:
             self._memory = mx.zeros((slots, spec.nbytes), mx.uint8)
             mx.eval(self._memory)
             self._host = np.asarray(self._memory)
-            large_pages.use_for_zeros(self._host)
         else:
             self._host = np.empty((slots, spec.nbytes), np.uint8)
 

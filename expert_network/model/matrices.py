@@ -40,7 +40,7 @@ def matrix_of(layer: Any) -> kernels.Matrix | None:
 
 
 def _memory(array: mx.array) -> NDArray[Any]:
-    """The array's own memory. NumPy has no bfloat16."""
+    """The array's own memory, on large pages from now on. NumPy has no bfloat16."""
     memory = np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
     large_pages.use(memory)
     return memory

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import mmap
+import re
 import sys
 from pathlib import Path
+from platform import release
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.nn.layers.linear import Linear
 from numpy.typing import NDArray
 
 from expert_network import large_pages
+from expert_network.model.matrices import matrix_of
 
 SIZE = 32 << 20
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+needs_large_pages = pytest.mark.skipif(
+    sys.platform != "linux"
+    or not SETTING.exists()
+    or "[never]" in SETTING.read_text()
+    or tuple(map(int, re.findall(r"\d+", release())[:2])) < (6, 1),
+    reason="this kernel gives no large pages when it is asked",
+)
 
 
 def large_bytes() -> int:
@@ -46,27 +60,20 @@ def test_what_memory_holds_stays() -> None:
     assert np.array_equal(data, before)
 
 
-def test_zeros_stay_zeros_and_their_neighbours_what_they_are() -> None:
-    """Memory of zeros is zeros afterwards and can be written to; what lies beside it stays."""
+@needs_large_pages
+def test_what_is_used_lies_on_large_pages() -> None:
+    """Memory that the kernel gave in small pages is on large ones afterwards, for the most part."""
     data = memory()
-    before = data.copy()
-    zeros = data[5 << 20 : 21 << 20]
-    zeros[:] = 0
-    large_pages.use_for_zeros(zeros)
-    assert not zeros.any()
-    zeros[:] = before[5 << 20 : 21 << 20]
-    assert np.array_equal(data, before)
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or not SETTING.exists() or "[never]" in SETTING.read_text(),
-    reason="this kernel gives no large pages",
-)
-def test_zeros_get_large_pages() -> None:
-    """What is written to memory of zeros lies on large pages, for the most part."""
-    data = private()
-    data[:] = 0
     before = large_bytes()
-    large_pages.use_for_zeros(data)
-    data[:] = 1
+    large_pages.use(data)
     assert large_bytes() - before >= SIZE // 2
+
+
+@needs_large_pages
+def test_weights_of_native_kernels_lie_on_large_pages() -> None:
+    """Whatever matrix the kernels are given, its memory is moved."""
+    layer = Linear(4096, SIZE // 4096 // 4, bias=False)
+    mx.eval(layer.weight)
+    before = large_bytes()
+    matrix = matrix_of(layer)
+    assert matrix is not None and large_bytes() - before >= SIZE // 2
