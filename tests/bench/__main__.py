@@ -18,10 +18,11 @@ from typing import Any
 
 from expert_driver.bench.conditions import conditions, load
 from expert_network.commandline import progress
-from tests.bench import fanout, growth, llama, peers
+from tests.bench import fanout, growth, llama, pair, peers
+from tests.bench.models import make_store
 from tests.bench.shapes import shape_named
 
-PARTS = ("kernels", "dispatch", "peers", "growth")
+PARTS = ("kernels", "dispatch", "peers", "pair", "growth")
 FANOUTS = (2, 8)  # nodes
 
 Result = dict[str, Any]
@@ -55,6 +56,15 @@ def against_peers(options: argparse.Namespace, shape: str) -> Result:
         return peers.run(shape_named(shape), options.dir, built, asked, rounds, report)
 
 
+def paired(options: argparse.Namespace, shape: str) -> Result:
+    """See tests/bench/pair.py."""
+    rounds = 1 if options.quick else 2 * options.rounds
+    with progress() as report:
+        store = make_store(shape_named(shape), options.dir, report)
+    with progress(counts="rounds") as report:
+        return pair.run(shape_named(shape), store, options.threads, rounds, report)
+
+
 def growing(options: argparse.Namespace, shape: str) -> Result:
     """See tests/bench/growth.py."""
     plan = growth.QUICK if options.quick else growth.Plan()
@@ -72,6 +82,7 @@ def jobs(options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
     }
     for shape in options.shapes:
         found[f"peers-{shape}"] = partial(against_peers, options, shape)
+    found[f"pair-{first}"] = partial(paired, options, first)
     found[f"growth-{first}"] = partial(growing, options, first)
     return {name: job for name, job in found.items() if name.partition("-")[0] in options.only}
 

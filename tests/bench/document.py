@@ -77,6 +77,21 @@ def peers_part(result: Result) -> str:
     )
 
 
+def pair_part(result: Result) -> str:
+    """Speeds of both, and their ratio turn by turn."""
+    asked, found = result["load"], result["measurements"]
+    rows = [
+        [one["what"], *(spread(two) for two in found if two["what"] == one["what"]), spread(one)]
+        for one in result["ratios"]
+    ]
+    who = list(dict.fromkeys(one["variant"] for one in found))
+    return (
+        f"Tokens per second, median (least to most) of {asked['rounds']} turns; "
+        f"{asked['threads']} threads; decode: {asked['tokens']} tokens after {asked['context']}."
+        "\n\n" + table(["", *who, result["ratios"][0]["variant"]], rows) + f"\n{where(result)}"
+    )
+
+
 def growth_part(result: Result) -> str:
     """A row for each point that was measured."""
     found: dict[tuple[str, str], dict[str, Result]] = {}
@@ -149,6 +164,7 @@ def dispatch_part(result: Result) -> str:
 
 PARTS: dict[str, Callable[[Result], str]] = {
     "expert-network-peers": peers_part,
+    "expert-network-pair": pair_part,
     "expert-network-growth": growth_part,
     "expert-network-bench": bench_part,
     "expert-network-kernels": kernels_part,

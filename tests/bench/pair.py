@@ -1,26 +1,23 @@
-"""One process and two nodes in turns, with one driver: `python -m tests.bench.pair [SHAPE]`.
+"""One process and two nodes in turns, with one driver.
 
 What tests/bench/peers.py compares minutes apart, since everyone there starts anew, is asked here
-turn by turn: so the ratio does not hold what a shared machine does in between. Prints JSON.
+turn by turn: so the ratio does not hold what a shared machine does in between.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
+from typing import Any
 
-from expert_driver.bench.conditions import conditions, load, usable_cores
-from expert_driver.bench.samples import Samples, Series, ratios
+from expert_driver.bench.conditions import conditions, load
+from expert_driver.bench.samples import Samples, Series, compared
 from expert_driver.bench.subject import Subject
 from expert_driver.config import Computing, NetworkConfig
 from expert_driver.opening import opened
 from expert_network import places
-from expert_network.commandline import progress
 from expert_network.progress import Progress
-from tests.bench.models import default_dir, make_store
 from tests.bench.peers import ONE, TWO
-from tests.bench.shapes import shape_named
+from tests.bench.shapes import Shape
 from tests.support.nodes import node_processes
 
 CONTEXT, TOKENS, PROMPT = 128, 32, 512
@@ -47,31 +44,16 @@ def measure(store: Path, threads: int, rounds: int, report: Progress) -> list[Se
     return samples.series
 
 
-def main() -> None:
-    """The command line of this file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", nargs="?", default="olmoe")
-    parser.add_argument("--dir", type=Path, default=default_dir(), help="for the model")
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args()
+def run(shape: Shape, store: Path, threads: int, rounds: int, report: Progress) -> dict[str, Any]:
+    """The whole measurement of one shape, as JSON."""
     before = conditions()
-    with progress(counts="rounds") as report:
-        store = make_store(shape_named(options.shape), options.dir, report)
-        series = measure(store, options.threads, options.rounds, report)
-    by_name = {(one.what, one.variant): one for one in series}
-    compared = [
-        ratios(by_name[what, TWO], by_name[what, ONE]) for what, who in by_name if who == TWO
-    ]
-    result = {
+    series = measure(store, threads, rounds, report)
+    return {
         "format": "expert-network-pair",
         "version": 1,
+        "shape": shape.facts(),
+        "load": {"context": CONTEXT, "tokens": TOKENS, "threads": threads, "rounds": rounds},
         "conditions": before | {"load_after": load()},
         "measurements": [one.as_json() for one in series],
-        "ratios": [one.as_json() for one in compared],
+        "ratios": [one.as_json() for one in compared(series, ONE)],
     }
-    print(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -79,11 +79,13 @@ def measure(everyone: Sequence[Contender], load: Load, rounds: int, report: Prog
     return samples
 
 
-def claimed(series: Sequence[Series], longest: int) -> list[dict[str, Any]]:
+def claimed(
+    series: Sequence[Series], longest: int, claims: Sequence[Claim] = CLAIMS
+) -> list[dict[str, Any]]:
     """Each claim of which both sides were measured, with the ratios of the rounds."""
     found = {(one.what, one.variant): one for one in series}
     results = []
-    for claim in CLAIMS:
+    for claim in claims:
         what = f"prefill {longest}" if claim.what == PROMPT else claim.what
         one, base = found.get((what, claim.who)), found.get((what, claim.base))
         if one is not None and base is not None:
