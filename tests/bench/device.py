@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from expert_driver.bench.conditions import conditions, load, usable_cores
+from expert_driver.bench.conditions import usable_cores
 from expert_network.commandline import progress
 from expert_network.progress import Progress
 from tests.bench.contenders import Contender, Load, MlxLm, Ours
 from tests.bench.models import default_dir, make_store
-from tests.bench.peers import MLX, Claim, claimed, measure, show
+from tests.bench.peers import MLX, Claim, compare, show
 from tests.bench.shapes import Shape, shape_named
 
 NODE = "one node"
@@ -30,21 +29,11 @@ CLAIMS = (
 
 def run(shape: Shape, store: Path, asked: Load, rounds: int, report: Progress) -> dict[str, Any]:
     """The whole measurement of one shape, as JSON."""
-    before = conditions()
     everyone: list[Contender] = [
         Ours(NODE, store, nodes=1),
         MlxLm(MLX, shape.name, whole_load=True),
     ]
-    series = measure(everyone, asked, rounds, report).series
-    return {
-        "format": "expert-network-peers",
-        "version": 1,
-        "shape": shape.facts(),
-        "load": asdict(asked) | {"rounds": rounds},
-        "conditions": before | {"load_after": load()},
-        "measurements": [one.as_json() for one in series],
-        "claims": claimed(series, max(asked.prompts), CLAIMS),
-    }
+    return compare(shape, everyone, CLAIMS, asked, rounds, report, {})
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def measure(everyone: Sequence[Contender], load: Load, rounds: int, report: Prog
 
 
 def claimed(
-    series: Sequence[Series], longest: int, claims: Sequence[Claim] = CLAIMS
+    series: Sequence[Series], longest: int, claims: Sequence[Claim]
 ) -> list[dict[str, Any]]:
     """Each claim of which both sides were measured, with the ratios of the rounds."""
     found = {(one.what, one.variant): one for one in series}
@@ -99,6 +99,20 @@ def run(
 ) -> dict[str, Any]:
     """The whole measurement of one shape, as JSON."""
     everyone = contenders(shape, folder, peers)
+    versions = {"llama.cpp": peers.version()}
+    return compare(shape, everyone, CLAIMS, asked, rounds, report, versions)
+
+
+def compare(
+    shape: Shape,
+    everyone: Sequence[Contender],
+    claims: Sequence[Claim],
+    asked: Load,
+    rounds: int,
+    report: Progress,
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """Measure everyone and look at the claims, as JSON; `versions` are of programs besides ours."""
     before = conditions()
     series = measure(everyone, asked, rounds, report).series
     return {
@@ -106,9 +120,9 @@ def run(
         "version": 1,
         "shape": shape.facts(),
         "load": asdict(asked) | {"rounds": rounds},
-        "conditions": before | {"load_after": load(), "llama.cpp": peers.version()},
+        "conditions": before | {"load_after": load(), **versions},
         "measurements": [one.as_json() for one in series],
-        "claims": claimed(series, max(asked.prompts)),
+        "claims": claimed(series, max(asked.prompts), claims),
     }
 
 

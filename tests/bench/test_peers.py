@@ -12,7 +12,7 @@ from expert_network.store.reader import Store
 from tests.bench.contenders import Load, Sample
 from tests.bench.gguf_twin import nbytes, tensors
 from tests.bench.models import make_store
-from tests.bench.peers import LLAMA, ONE, claimed, measure
+from tests.bench.peers import CLAIMS, LLAMA, ONE, claimed, measure
 from tests.bench.shapes import SHAPES
 
 LOAD = Load(8, 2, (32, 512), 1)
@@ -37,7 +37,7 @@ def test_contenders_take_turns() -> None:
     everyone = [Scripted(ONE, [30.0, 3.0, 33.0], ran), Scripted(LLAMA, [20.0, 2.0, 20.0], ran)]
     samples = measure(everyone, LOAD, 3, silent)
     assert ran == [ONE, LLAMA, LLAMA, ONE, ONE, LLAMA]
-    decode, prompt = claimed(samples.series, 512)
+    decode, prompt = claimed(samples.series, 512, CLAIMS)
     assert (decode["what"], decode["who"], decode["base"]) == ("decode", ONE, LLAMA)
     assert decode["ratio"]["samples"] == pytest.approx([1.5, 1.5, 1.65])
     assert (prompt["what"], prompt["ratio"]["median"]) == ("prefill 512", 1.0)
