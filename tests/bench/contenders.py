@@ -140,7 +140,7 @@ class MlxLm:
         more = ["32"]
         if self.whole_load:
             decode = ("--decode", str(load.context), str(load.tokens))
-            more = [*map(str, load.prompts), *decode]
+            more = [*map(str, load.prompts), *decode, "--repeats", str(REPEATS)]
         words = [sys.executable, "-m", "tests.bench.mlx_lm_alone", self.shape, *more]
         found: Sample = json.loads(_output(words))
         return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -67,16 +68,23 @@ def main() -> None:
     parser.add_argument("shape")
     parser.add_argument("rows", nargs="+", type=int)
     parser.add_argument("--decode", nargs=2, type=int, metavar=("CONTEXT", "TOKENS"))
+    parser.add_argument("--repeats", type=int, default=1, help="of all; the medians count")
     options = parser.parse_args()
     detect()
     shape = shape_named(options.shape)
     model = model_of(shape)
-    seconds(model, shape, 2)  # a warm-up
-    found = {f"prefill {rows}": rows / seconds(model, shape, rows) for rows in options.rows}
+    found = {}
+    for rows in options.rows:
+        seconds(model, shape, rows)  # a warm-up: MLX compiles kernels for what is new to it
+        found[f"prefill {rows}"] = rows / median(
+            seconds(model, shape, rows) for _ in range(options.repeats)
+        )
     if options.decode:
         context, tokens = options.decode
         decoding_seconds(model, shape, context, 2)
-        found["decode"] = tokens / decoding_seconds(model, shape, context, tokens)
+        found["decode"] = tokens / median(
+            decoding_seconds(model, shape, context, tokens) for _ in range(options.repeats)
+        )
     print(json.dumps(found))
 
 
