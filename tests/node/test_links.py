@@ -49,7 +49,7 @@ class FakeComputer:
     refusal: ErrorReply | None = None
     broken: bool = False
 
-    def answer(self, dispatch: Dispatch) -> Reply | ErrorReply:
+    def answer(self, dispatch: Dispatch, take: object = None) -> Reply | ErrorReply:
         self.asked.set()
         assert self.go.wait(30)
         if self.broken:
