@@ -53,6 +53,8 @@ class Network:
         #: Why nodes are away, by their addresses.
         self._away: dict[str, NodeError] = {}
         self._prober = Prober(open_link)
+        #: Whether a block was not to be had while a node was away: then it is asked once more.
+        self._stuck = False
         self._used = monotonic()
         self.links: list[Link] = []
         self.exchange = Exchange()
@@ -122,8 +124,9 @@ class Network:
         for url, error in failed.items():
             if covered or isinstance(error, NodeTimeout):
                 self._leave(url, error)
-        if len(self._away) == len(self._urls):
+        if self._stuck or len(self._away) == len(self._urls):
             self._away.clear()  # there is nothing to do but to ask them
+            self._stuck = False
         missing = [url for url in self._urls if url not in self._away and not self._is_open(url)]
         opened, failures = open_all(missing, self._open)
         self._links |= opened
@@ -158,6 +161,9 @@ class Network:
         """Use the links of nodes that are back, if they still fit the others."""
         while self._prober.back:
             url, link = self._prober.back.popleft()
+            if url not in self._away:
+                link.close()  # it was opened by others meanwhile
+                continue
             try:
                 agree([*self._greetings(), link.greeting], self.wanted, len(self._urls))
             except NetworkMismatch as error:
@@ -166,8 +172,8 @@ class Network:
                 self._prober.watch(url)
                 continue
             self._links[url] = link
-            if self._away.pop(url, None) is not None:
-                self._notice(f"node {link.name} is back.")
+            del self._away[url]
+            self._notice(f"node {link.name} is back.")
 
     def _leave(self, url: str, error: ExpertNetworkError) -> None:
         known = self._links.get(url)
@@ -211,6 +217,7 @@ class Network:
 
     def _nowhere(self, job: Job, error: ExpertNetworkError) -> ExpertNetworkError:
         """What is reported of a job that nobody answers: why its blocks' own node does not."""
+        self._stuck = self.exchange.lost = True
         layer, expert = job.call.layer, int(job.unanswered[0].ids[0])
         cause = job.cause
         if cause is None and isinstance(error, NodeRefused) and error.code == ErrorCode.NO_BLOCK:
