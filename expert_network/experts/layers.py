@@ -91,7 +91,7 @@ class MlxLayer:
             pairs = slice(int(offsets[first]), int(offsets[last]))
             counts = offsets[first + 1 : last + 1] - offsets[first:last]
             values = _pairs(self._resident, x[first:last], counts, slots[pairs])
-            parts.append(values if mode == EXACT else _add_up(values, counts, weights[pairs]))
+            parts.append(values if mode == EXACT else add_up(values, counts, weights[pairs]))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -125,7 +125,7 @@ def _pairs(
     return np.asarray(y).reshape(len(slots), -1)
 
 
-def _add_up(
+def add_up(
     values: NDArray[np.float32], counts: Counts, weights: NDArray[np.float32]
 ) -> NDArray[np.float32]:
     """The weighted sum of each row's values, added one after the other: (R, D)."""

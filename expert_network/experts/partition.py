@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 from expert_network.backend import Backend
 from expert_network.errors import NotOwned
 from expert_network.experts import upcast
 from expert_network.experts.device_backend import DeviceLayer
-from expert_network.experts.layers import EXACT, SUM, Layer, MlxLayer
-from expert_network.experts.mlx_backend import ResidentLayer
+from expert_network.experts.layers import EXACT, SUM, Layer, MlxLayer, add_up
+from expert_network.experts.mlx_backend import ReadBlock, ResidentLayer
 from expert_network.experts.native_backend import NativeLayer
 from expert_network.model import structure
 from expert_network.model.seam import find_switches
@@ -28,6 +30,12 @@ __all__ = ["EXACT", "SUM", "Blocks", "Partition", "load_partition", "partition_b
 
 # The experts of each layer, ascending. Layers without any may be left out.
 Blocks = Mapping[int, NDArray[np.intp]]
+
+# Some experts of a layer, ascending and at least one, in memory, from what reads blocks.
+Make = Callable[[LayerSpec, NDArray[np.intp], ReadBlock], ResidentLayer]
+
+#: Of one layer, until blocks that were taken one by one are put together: each costs a call.
+MOST_PARTS = 8
 
 
 def partition_bytes(manifest: Manifest, blocks: Blocks) -> int:
@@ -60,12 +68,14 @@ def load_partition(
         done += spec.block_bytes
         progress(done, total, "loading")
 
+    def make(spec: LayerSpec, ids: NDArray[np.intp], read: ReadBlock) -> ResidentLayer:
+        # It takes its module over, and others may follow for the same layer.
+        return ResidentLayer(spec, _copied(switches[spec.path]), ids, read, in_place)
+
     in_place = backend.name != "mlx-cuda"
-    layers = [
-        ResidentLayer(spec, switches[spec.path], ids, partial(read, spec), in_place)
-        for spec, ids in wanted
-    ]
-    return Partition(_computing(layers, backend, manifest.dtype), backend, manifest.dtype, precise)
+    layers = [make(spec, ids, partial(read, spec)) for spec, ids in wanted]
+    computing = _computing(layers, backend, manifest.dtype)
+    return Partition(computing, backend, manifest.dtype, precise, make)
 
 
 def _computing(layers: Sequence[ResidentLayer], backend: Backend, stored: str) -> list[Layer]:
@@ -88,18 +98,35 @@ def _mlx_layers(
     return [DeviceLayer(layer, dtype, transfer, wide) for layer in layers]
 
 
+def _copied(module: Module) -> Module:
+    """A module like `module`, with the same arrays."""
+    made = copy(module)
+    for name, child in module.items():
+        if isinstance(child, Module):
+            made[name] = _copied(child)
+    return made
+
+
 class Partition:
     """The blocks that a process holds. Made by load_partition.
 
-    Implements Experts for a model in the same process, and `compute` for a node. One caller at a
-    time. `compute_dtype` is that of activations, `numerics` the id that promises identical bits.
+    Implements Experts for a model in the same process, and `compute` for a node, which may also
+    `hold` more blocks and `keep` fewer. One caller at a time. `compute_dtype` is that of
+    activations, `numerics` the id that promises identical bits.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], backend: Backend, stored: str, precise: bool = True
+        self,
+        layers: Sequence[Layer],
+        backend: Backend,
+        stored: str,
+        precise: bool = True,
+        make: Make | None = None,
     ) -> None:
-        self._layers = {layer.spec.layer: layer for layer in layers}
-        self._precise, self._backend = precise, backend
+        #: By layer what it was loaded as, and what was taken since.
+        self._parts: dict[int, tuple[Layer, ...]] = {layer.spec.layer: (layer,) for layer in layers}
+        self._make = make
+        self._precise, self._backend, self._stored = precise, backend, stored
         self.compute_dtype = backend.compute_dtype(stored)
         self.numerics = backend.numerics(self.compute_dtype)
 
@@ -108,32 +135,67 @@ class Partition:
         """What computes, for a person: "native avx2, int8 (f32 when asked)" or "mlx-cpu"."""
         if not self._backend.native:
             return self._backend.name
-        mlx = [n for n, layer in sorted(self._layers.items()) if isinstance(layer, MlxLayer)]
+        mlx = sorted({part.spec.layer for part in self._all() if isinstance(part, MlxLayer)})
         layers = f"; layers {', '.join(map(str, mlx))} {self._backend.name}" if mlx else ""
         return f"native {self._backend.isa}, int8 (f32 when asked){layers}"
 
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks held."""
-        return sum(layer.nbytes for layer in self._layers.values())
+        return sum(part.nbytes for part in self._all())
 
     @property
     def blocks(self) -> int:
         """How many blocks are held."""
-        return sum(len(layer.ids) for layer in self._layers.values())
+        return sum(len(part.ids) for part in self._all())
 
     def owned(self, layer: int) -> NDArray[np.intp]:
         """The experts of `layer` that are held, ascending."""
-        held = self._layers.get(layer)
-        return np.empty(0, np.intp) if held is None else held.ids
+        parts = self._parts.get(layer, ())
+        if len(parts) == 1:
+            return parts[0].ids
+        return np.sort(np.concatenate([np.empty(0, np.intp), *(part.ids for part in parts)]))
 
     def holds(self, layer: int, expert: int) -> bool:
         """Whether one block is held."""
-        return expert in self.owned(layer)
+        return any(expert in part.ids for part in self._parts.get(layer, ()))
 
     def block_bytes(self, layer: int, expert: int) -> bytes:
         """One block's bytes as the store has them, from memory. Raises NotOwned."""
-        return self._layer(layer, expert).block_bytes(expert)
+        for part in self._parts.get(layer, ()):
+            if expert in part.ids:
+                return part.block_bytes(expert)
+        raise NotOwned(layer, expert)
+
+    def hold(self, spec: LayerSpec, blocks: Mapping[int, bytes | memoryview]) -> None:
+        """Take blocks of one layer, by expert, that are verified and not held yet.
+
+        Evaluates on the calling thread.
+        """
+        ids = np.array(sorted(blocks), np.intp)
+        made = self._made(spec, ids, lambda expert, pieces: _scatter(blocks[expert], pieces))
+        self._parts[spec.layer] = (*self._parts.get(spec.layer, ()), made)
+        if len(self._parts[spec.layer]) > MOST_PARTS:
+            self.keep(spec, self.owned(spec.layer))
+
+    def keep(self, spec: LayerSpec, experts: NDArray[np.intp]) -> None:
+        """Hold these experts of a layer, all of which are held, together, and no others of it.
+
+        Takes their bytes once more until it is done. Evaluates on the calling thread.
+        """
+        layer = spec.layer
+
+        def read(expert: int, pieces: Sequence[memoryview]) -> None:
+            _scatter(self.block_bytes(layer, expert), pieces)
+
+        if len(experts):
+            self._parts[layer] = (self._made(spec, np.sort(experts), read),)
+        else:
+            self._parts.pop(layer, None)
+
+    def scattered(self, layer: int) -> bool:
+        """Whether a layer's blocks are in several parts, which cost a call each."""
+        return len(self._parts.get(layer, ())) > 1
 
     def outputs(self, layer: int, x: mx.array, ids: mx.array) -> mx.array:
         """x (N, D) and ids (N, k) to each expert's own output, (N, k, D) in x's dtype.
@@ -164,19 +226,61 @@ class Partition:
         the order of pairs, (P, D), values of the compute dtype, and always precise. Raises
         NotOwned.
         """
-        held = self._layer(layer, int(ids[0]))
-        return held.compute(mode, rows, offsets, ids, weights, precise or mode == EXACT)
+        parts, precise = self._parts.get(layer, ()), precise or mode == EXACT
+        if not parts:
+            raise NotOwned(layer, int(ids[0]))
+        if len(parts) == 1:
+            return parts[0].compute(mode, rows, offsets, ids, weights, precise)
+        values = _each(parts, rows, offsets, ids, weights, precise)
+        return values if mode == EXACT else add_up(values, offsets[1:] - offsets[:-1], weights)
 
     def native(self, layer: int) -> object:
         """What native code computes a row of `layer` with, as `compute` would; None if nothing."""
-        return getattr(self._layers.get(layer), "native", None)
+        parts = self._parts.get(layer, ())
+        return getattr(parts[0], "native", None) if len(parts) == 1 else None
+
+    def _made(self, spec: LayerSpec, ids: NDArray[np.intp], read: ReadBlock) -> Layer:
+        assert self._make is not None
+        return _computing([self._make(spec, ids, read)], self._backend, self._stored)[0]
+
+    def _all(self) -> list[Layer]:
+        return [part for parts in list(self._parts.values()) for part in parts]
 
     def _asked(self, layer: int, ids: mx.array) -> Layer:
-        held = self._layers.get(layer)
-        return self._layer(layer, int(np.asarray(ids).flat[0])) if held is None else held
+        """What holds a layer of a model in this process."""
+        parts = self._parts.get(layer)
+        if parts is None:
+            raise NotOwned(layer, int(np.asarray(ids).flat[0]))
+        return parts[0]
 
-    def _layer(self, layer: int, expert: int) -> Layer:
-        held = self._layers.get(layer)
-        if held is None:
-            raise NotOwned(layer, expert)
-        return held
+
+def _scatter(block: bytes | memoryview, pieces: Sequence[memoryview]) -> None:
+    """Copy a block into pieces that are as long as it together."""
+    view, start = memoryview(block).cast("B"), 0
+    for piece in pieces:
+        piece[:] = view[start : start + len(piece)]
+        start += len(piece)
+
+
+def _each(
+    parts: Sequence[Layer],
+    rows: NDArray[np.float32],
+    offsets: NDArray[np.unsignedinteger],
+    ids: NDArray[np.unsignedinteger],
+    weights: NDArray[np.float32],
+    precise: bool,
+) -> NDArray[np.float32]:
+    """The output of each pair, (P, D), each from the part that holds its expert."""
+    made = np.empty((len(ids), rows.shape[1]), np.float32)
+    row_of_pair = np.repeat(np.arange(len(rows)), np.diff(offsets))
+    left = np.ones(len(ids), np.bool_)
+    for part in parts:
+        pairs = np.flatnonzero(np.isin(ids, part.ids))
+        if len(pairs):
+            some, counts = np.unique(row_of_pair[pairs], return_counts=True)
+            own = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint32)
+            asked = rows[some], own, ids[pairs], weights[pairs]
+            made[pairs], left[pairs] = part.compute(EXACT, *asked, precise), False
+    if left.any():
+        raise NotOwned(parts[0].spec.layer, int(ids[left][0]))
+    return made

@@ -24,6 +24,7 @@ from expert_node import startup
 from expert_node.compute import Computer
 from expert_node.config import NodeConfig
 from expert_node.control import application
+from expert_node.holdings import Holdings
 from expert_node.links import Links
 from expert_node.state import SOFTWARE, NodeState, Phase, Serving
 from expert_node.stopping import Stop, in_thread
@@ -129,6 +130,7 @@ class Node:
             return None
         settled, state = self._state.settled, self._state
         manifest = settled.store.manifest
+        room = partial(available_memory, self._backend.name)
         computer = Computer(settled.name, partition, manifest.shape, state.counters)
         links = Links(
             self._welcome(partition),
@@ -136,6 +138,7 @@ class Node:
             computer,
             state.counters,
             lambda layer: manifest.layer(layer).hidden,
+            holdings=Holdings(settled.name, settled.store, computer, self._config.key, room),
         )
         state.serving, state.phase = Serving(partition, links), Phase.OK
         return state.serving

@@ -146,7 +146,7 @@ def test_parts(store: Store, mode: int, monkeypatch: pytest.MonkeyPatch) -> None
     part = load_partition(store, BLOCKS, detect("mlx"))
     asked = dispatch([3, 1, 2, 2, 5, 1, 1])
     whole = part.compute(0, mode, **asked)
-    monkeypatch.setattr(cast(Any, part._layers[0])._resident, "most_pairs", 4)
+    monkeypatch.setattr(cast(Any, part._parts[0][0])._resident, "most_pairs", 4)
     assert np.array_equal(part.compute(0, mode, **asked), whole)
 
 
@@ -228,3 +228,70 @@ def test_memory(tmp_path: Path) -> None:
     assert size > 190e6
     assert loaded < size + 200e6
     assert served < size + 300e6
+
+
+def together(store: Store, layer: int, experts: list[int]) -> Partition:
+    return load_partition(store, {layer: np.array(experts)}, detect())
+
+
+def taken(store: Store, layer: int, experts: list[int]) -> dict[int, bytes]:
+    return {expert: bytes(store.read_block(layer, expert)) for expert in experts}
+
+
+@pytest.mark.parametrize("precise", [True, False], ids=["precise", "fast"])
+@pytest.mark.parametrize("counts", [[3], [2, 1, 4], [8] * 40], ids=["one", "few", "many"])
+def test_blocks_taken_later_compute_as_if_loaded(
+    store: Store, counts: list[int], precise: bool
+) -> None:
+    """Outputs of blocks that were taken one by one have the bits of blocks loaded together."""
+    part = load_partition(store, {0: np.array([0, 2])}, detect())
+    for group in ([7], [3, 5], [1]):
+        part.hold(store.manifest.layer(0), taken(store, 0, group))
+    held = [0, 1, 2, 3, 5, 7]
+    assert part.owned(0).tolist() == held and part.blocks == 6
+    asked = dispatch(counts, held)
+    whole = together(store, 0, held)
+    made, expected = (each.compute(0, EXACT, **asked, precise=precise) for each in (part, whole))
+    assert np.array_equal(made, expected)
+    made, expected = (each.compute(0, SUM, **asked, precise=precise) for each in (part, whole))
+    assert np.allclose(made, expected, rtol=1e-5, atol=1e-5)
+    for expert in held:
+        assert part.block_bytes(0, expert) == bytes(store.read_block(0, expert))
+
+
+def test_a_layer_that_was_not_there_is_taken(store: Store) -> None:
+    """A layer of which nothing was loaded can be taken too."""
+    part = load_partition(store, {0: np.array([0])}, detect())
+    part.hold(store.manifest.layer(1), taken(store, 1, [4, 6]))
+    asked = dispatch([2, 2], [4, 6])
+    expected = together(store, 1, [4, 6]).compute(1, EXACT, **asked)
+    assert np.array_equal(part.compute(1, EXACT, **asked), expected)
+
+
+def test_what_is_not_held_is_never_computed(store: Store) -> None:
+    """With blocks taken later too a missing one raises NotOwned, and so does one given back."""
+    part = load_partition(store, {0: np.array([0, 2])}, detect())
+    part.hold(store.manifest.layer(0), taken(store, 0, [3]))
+    with pytest.raises(NotOwned):
+        part.compute(0, EXACT, **dispatch([3, 3], [0, 3, 5]))
+    part.keep(store.manifest.layer(0), np.array([2, 3]))
+    assert part.owned(0).tolist() == [2, 3]
+    with pytest.raises(NotOwned):
+        part.compute(0, EXACT, **dispatch([3], [0]))
+    part.keep(store.manifest.layer(0), np.array([], np.intp))
+    assert part.blocks == part.nbytes == 0
+
+
+def test_blocks_that_come_one_by_one_are_put_together(store: Store) -> None:
+    """However many come, a dispatch is at most MOST_PARTS calls, and the bits stay the same."""
+    part = load_partition(store, {}, detect())
+    spec = store.manifest.layer(0)
+    for _ in range(2):
+        for expert in range(spec.experts):
+            part.hold(spec, taken(store, 0, [expert]))
+        asked = dispatch([4, 4], range(spec.experts))
+        whole = together(store, 0, list(range(spec.experts)))
+        assert np.array_equal(part.compute(0, EXACT, **asked), whole.compute(0, EXACT, **asked))
+        part.keep(spec, np.arange(spec.experts))
+        assert (part.native(0) is None) == (whole.native(0) is None)
+        part.keep(spec, np.array([], np.intp))

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from expert_driver.dispatch.agreement import Greeting
+from expert_driver.dispatch.pace import Pace
 from expert_driver.dispatch.routing import Share
 from expert_network.errors import (
     ExpertNetworkError,
@@ -54,6 +55,7 @@ _ADVICE = {
     ErrorCode.DRAINING: "wait until it is back",
     ErrorCode.BAD_VALUES: "try --wire f32; if that is refused too, verify the store",
     ErrorCode.NOT_OWNED: "start the driver again, so that it learns the node's roster",
+    ErrorCode.NO_BLOCK: "start a node that holds it",
 }
 _MISMATCHES = (ErrorCode.VERSION, ErrorCode.MODEL, ErrorCode.ROSTER, ErrorCode.NUMERICS)
 
@@ -104,6 +106,9 @@ class Link:
         self.owed: deque[tuple[Job, Share, int]] = deque()
         self.waiting: deque[tuple[Job, Share]] = deque()
         self.since = 0.0
+        self.pace = Pace()
+        #: Why it ended, if that was while something was owed on it.
+        self.failed: ExpertNetworkError | None = None
         #: Bytes of the frames that were taken up to the last reply.
         self.taken = stream.bytes_taken
 
