@@ -116,7 +116,9 @@ class FakeNode:
         link.run()
 
     def stop(self) -> None:
-        """End every link and listen no more."""
+        """End every link and listen no more. Stopping again does nothing."""
+        if self._listener.fileno() < 0:
+            return
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for link in self.links:

@@ -14,6 +14,7 @@ from time import monotonic, perf_counter
 
 from expert_driver.dispatch.gathering import Gathering, Job
 from expert_driver.dispatch.links import Link
+from expert_driver.dispatch.pace import Pace
 from expert_driver.dispatch.values import Floats
 from expert_network.errors import Cancelled, ExpertNetworkError, NodeError, NodeTimeout
 from expert_network.net.patience import Patience
@@ -40,6 +41,8 @@ class Exchange:
 
     def __init__(self) -> None:
         self._links: dict[int, Link] = {}  # by descriptor
+        #: How long dispatches of a single row take; for who sees them to tell.
+        self.pace = Pace()
         self._poll, self._patience = select.poll(), Patience()
         self.looks = self._patience.looks
         self._pushing: set[Link] = set()
@@ -181,8 +184,6 @@ class Exchange:
             job.gathering.take(job, share, reply)
         taken = link.stream.bytes_taken
         job.count(share, reply, size, taken - link.taken)
-        if len(share.rows) == 1:
-            link.pace.saw(monotonic() - link.since)
         link.taken, link.since = taken, monotonic()
         link.owed.popleft()
 
@@ -259,12 +260,12 @@ class Exchange:
     def _silence(self, link: Link) -> float:
         """How long the node may say nothing while it owes its oldest part.
 
-        SILENCE_S, or less where it has answered single rows so fast that less means the same.
+        SILENCE_S, or less where single rows are answered so fast that less means the same.
         """
         job, share, _ = link.owed[0]
         if len(share.rows) > 1 or job.adopt:
             return SILENCE_S
-        return min(SILENCE_S, link.pace.silence)
+        return min(SILENCE_S, self.pace.silence)
 
     def _late(self, link: Link, now: float) -> NodeTimeout:
         if now >= link.since + LIMIT_S:

@@ -11,7 +11,6 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from expert_driver.dispatch.agreement import Greeting
-from expert_driver.dispatch.pace import Pace
 from expert_driver.dispatch.routing import Share
 from expert_network.errors import (
     ExpertNetworkError,
@@ -106,7 +105,6 @@ class Link:
         self.owed: deque[tuple[Job, Share, int]] = deque()
         self.waiting: deque[tuple[Job, Share]] = deque()
         self.since = 0.0
-        self.pace = Pace()
         #: Why it ended, if that was while something was owed on it.
         self.failed: ExpertNetworkError | None = None
         #: Bytes of the frames that were taken up to the last reply.

@@ -101,6 +101,8 @@ class Network:
         """Say that all links have just been used, for a dispatch as NetworkFigures counts it."""
         self._used = monotonic()
         self.counters.count(rows, seconds, traffic)
+        if rows == 1:
+            self.exchange.pace.saw(seconds)
 
     def close(self) -> None:
         """End all links."""
