@@ -21,7 +21,7 @@ COMMANDS = {
     "preprocess": "Turn a Hugging Face checkpoint into a store.",
     "download": "Fetch a model and turn it into a store.",
     "models": "List the supported models with their sizes.",
-    "verify": "Hash everything in a store again.",
+    "verify": "Hash a store again, or blocks in the memories of nodes.",
 }
 
 

@@ -27,8 +27,8 @@ from typing import Any
 from expert_driver.chaos.faults import Call, Cut, Fault, Fired, HalfOpen, Planned, Point, Way
 from expert_driver.chaos.following import Follower, TokenClock
 from expert_driver.chaos.lane import Lane
-from expert_network.errors import InputError
 from expert_network.net.address import format_url
+from expert_network.net.answers import name_unknown
 
 #: A TCP socket that is closed so resets its connection.
 _RESET = struct.pack("ii", 1, 0)
@@ -101,7 +101,7 @@ class FaultProxy:
 
     `last_layer` is the model's last MoE layer (see `TokenClock`); without it no point is known.
     `seed` decides about jitter. Entering it starts its thread, leaving it ends all connections.
-    Raises InputError for a host whose name is not known.
+    Raises NodeUnreachable for a host whose name is not known.
     """
 
     def __init__(
@@ -258,13 +258,14 @@ class FaultProxy:
             for planned in self._planned
             if planned.point <= point and planned.node in (None, connection.node)
         ]
-        for planned in due:
-            self._planned.remove(planned)
-            self._strike(connection, planned)
         with self._changed:
+            # Before anyone can feel it.
             at = perf_counter()
             self._fired += [Fired(planned, connection.node, point, at) for planned in due]
             self._changed.notify_all()
+        for planned in due:
+            self._planned.remove(planned)
+            self._strike(connection, planned)
 
     def _strike(self, connection: Connection, planned: Planned) -> None:
         if isinstance(planned.fault, Call):
@@ -337,5 +338,5 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise InputError(f"the host {host!r} of a node is not known: {error.strerror}.") from error
+        raise name_unknown(format_url(host, port), error) from error
     return family, address

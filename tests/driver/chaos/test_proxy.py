@@ -28,7 +28,7 @@ from expert_driver.chaos.proxy import HOST, FaultProxy
 from expert_driver.config import NetworkConfig, Sampling
 from expert_driver.conversation import Conversation
 from expert_driver.opening import opened
-from expert_network.errors import InputError, NodeClosed, NodeError, NodeTimeout
+from expert_network.errors import NodeClosed, NodeError, NodeTimeout, NodeUnreachable
 from expert_protocol.frames import encode_dispatch
 from tests.driver.programs import DEMO_STORE
 from tests.support.nodes import NodeProcess, node_processes
@@ -194,7 +194,7 @@ def test_a_node_that_refuses() -> None:
 
 def test_a_host_that_is_not_known() -> None:
     """A name that cannot be looked up is said at once."""
-    with pytest.raises(InputError, match=r"'no\.such\.invalid' of a node is not known"):
+    with pytest.raises(NodeUnreachable, match="has a name that cannot be found"):
         FaultProxy({"a": ("no.such.invalid", 8301)})
 
 
