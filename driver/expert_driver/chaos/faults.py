@@ -70,7 +70,12 @@ class Call:
     action: Callable[[], None]
 
 
-Fault = Delay | Throttle | Drip | HalfOpen | Corrupt | Cut | Call
+@dataclass(frozen=True)
+class Heal:
+    """What the connection suffers ends; if it has lost bytes, by a reset."""
+
+
+Fault = Delay | Throttle | Drip | HalfOpen | Corrupt | Cut | Call | Heal
 
 
 @dataclass(frozen=True, order=True)

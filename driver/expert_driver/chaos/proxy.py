@@ -24,7 +24,17 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from expert_driver.chaos.faults import Call, Cut, Fault, Fired, HalfOpen, Planned, Point, Way
+from expert_driver.chaos.faults import (
+    Call,
+    Cut,
+    Fault,
+    Fired,
+    HalfOpen,
+    Heal,
+    Planned,
+    Point,
+    Way,
+)
 from expert_driver.chaos.following import Follower, TokenClock
 from expert_driver.chaos.lane import Lane
 from expert_network.net.address import format_url
@@ -54,12 +64,17 @@ class Connection:
 
     def suffer(self, fault: Fault) -> None:
         """Have `fault` strike now."""
-        if isinstance(fault, Cut):
-            self.cut(fault.reset)
-        elif not isinstance(fault, Call):
-            for way, lane in zip((Way.TO_NODE, Way.TO_DRIVER), self.lanes, strict=True):
-                if way in fault.way:
-                    lane.suffer(fault)
+        match fault:
+            case Cut(reset):
+                self.cut(reset)
+            case Heal():
+                self.heal()
+            case Call(action):
+                action()
+            case _:
+                for way, lane in zip((Way.TO_NODE, Way.TO_DRIVER), self.lanes, strict=True):
+                    if way in fault.way:
+                        lane.suffer(fault)
 
     def cut(self, reset: bool) -> None:
         """End it: with a reset, or as if both sides had said that they are done."""
@@ -268,9 +283,7 @@ class FaultProxy:
             self._strike(connection, planned)
 
     def _strike(self, connection: Connection, planned: Planned) -> None:
-        if isinstance(planned.fault, Call):
-            planned.fault.action()
-        elif planned.lasting:
+        if planned.lasting:
             self._last(connection.node, planned.fault)
         else:
             connection.suffer(planned.fault)
