@@ -29,7 +29,6 @@ from tests.driver.fakes import HIDDEN, FakeLink, answer, computed
 from tests.fuzz.mutation import mutated_bytes, mutated_frame, noise
 from tests.fuzz.running import Hang, Outcome, patience, peak
 
-DRIVER = 5_000
 #: Rows of a dispatch, of which one goes and comes natively.
 _ROWS = (1, 1, 1, 6)
 

@@ -44,7 +44,6 @@ from tests.fuzz.running import Outcome
 from tests.support.links import dispatch_of, hello_for, linked
 from tests.support.nodes import NodeProcess, node_process
 
-LIVE = 20_000
 #: Seconds in which a node answers, or ends the connection, once it has all that comes.
 ANSWER = 10.0
 #: Seconds that a request without an end is waited for: the node waits for more of it.
