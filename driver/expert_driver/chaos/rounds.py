@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from random import Random
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from expert_driver import fetching
@@ -21,6 +22,8 @@ from expert_network.net.address import parse_url
 from expert_network.progress import Progress, silent
 
 PROMPT_TOKENS = 16
+#: Seconds for a node to be taken back once nothing is wrong any more, and between two looks.
+BACK_S, LOOK_S = 10.0, 0.05
 SAME, OTHER, FAILED, UNREACHED = "same tokens", "other tokens", "failed", "not reached"
 
 
@@ -98,6 +101,7 @@ class _Rounds:
         settings: Settings,
     ) -> None:
         self._engine: Engine = session.engine
+        self._network = session.network
         self._proxy, self._names, self._layers = proxy, names, layers
         self._settings, self._random = settings, Random(settings.seed)
         vocabulary = self._engine.vocabulary
@@ -122,6 +126,7 @@ class _Rounds:
     def _round(
         self, kind: str, plan: Sequence[Planned], expected: list[int], reply_s: float
     ) -> Round:
+        self._await_all()
         before, error, result = len(self._proxy.fired), None, SAME
         self._proxy.restart()
         self._proxy.plan(*plan)
@@ -140,6 +145,16 @@ class _Rounds:
             return Round(kind, node, None, None, result, added, error)
         point = fired[0].point
         return Round(kind, node, point.token, point.layer, result, added, error)
+
+    def _await_all(self) -> None:
+        """Wait until every node is linked, so that the next fault finds it."""
+        assert self._network is not None
+        deadline = monotonic() + BACK_S
+        while monotonic() < deadline:
+            with suppress(ExpertNetworkError):
+                if len(self._network.ready().nodes) == len(self._names):
+                    return
+            sleep(LOOK_S)
 
     def _reply(self) -> tuple[list[int], float]:
         """The token ids of a greedy reply, and its seconds."""

@@ -42,15 +42,13 @@ def draw(
 ) -> Iterator[tuple[str, list[Planned]]]:
     """Without end: a fault's kind, and what is to be planned for one reply of `tokens` tokens.
 
-    All kinds come before one comes again. What a reply would suffer to its end ends a token later.
+    All kinds come before one comes again. None strikes at the last token: a node that is not asked
+    at a point is struck when it is asked next. A delay, which nothing else ends, ends a token later.
     """
     while True:
         for kind in random.sample(list(kinds), len(kinds)):
-            node, point = (
-                random.choice(nodes),
-                Point(random.randrange(tokens), random.choice(layers)),
-            )
-            fault = KINDS[kind](random)
+            node, fault = random.choice(nodes), KINDS[kind](random)
+            point = Point(random.randrange(tokens - 1), random.choice(layers))
             plan = [Planned(fault, point, node)]
             if isinstance(fault, Delay):
                 plan.append(Planned(Heal(), Point(point.token + 1, point.layer), node))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -39,6 +40,13 @@ class FakeEngine:
         return iter(reply)
 
 
+class FakeNetwork:
+    """Has one node, which is linked."""
+
+    def ready(self) -> Any:
+        return SimpleNamespace(nodes=["b"])
+
+
 @dataclass
 class FakeProxy:
     """Says that what is planned struck at once, if it strikes at all."""
@@ -55,7 +63,7 @@ class FakeProxy:
 
 
 def report(*replies: Reply, strikes: bool = True) -> Report:
-    session = cast(Any, type("Session", (), {"engine": FakeEngine(replies)}))
+    session = cast(Any, SimpleNamespace(engine=FakeEngine(replies), network=FakeNetwork()))
     proxy = cast(Any, FakeProxy(strikes))
     rounds = _Rounds(session, proxy, {"http://x": "b"}, [1, 5], SETTINGS)
     return rounds.run(lambda done, total, what: None)

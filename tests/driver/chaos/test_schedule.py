@@ -31,7 +31,7 @@ def test_every_node_layer_and_token_has_its_turn() -> None:
     planned = [plan[0] for _, plan in drawn(2, 500)]
     assert {fault.node for fault in planned} == set("abc")
     assert {fault.point.layer for fault in planned} == {1, 3, 4}
-    assert {fault.point.token for fault in planned} == set(range(20))
+    assert {fault.point.token for fault in planned} == set(range(19))
 
 
 def test_a_delay_ends_a_token_later() -> None:
