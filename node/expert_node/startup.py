@@ -40,8 +40,8 @@ def read(config: NodeConfig) -> Startup:
     """Read roster and store. Raises RosterError, StoreError and their kin."""
     roster = read_roster(config)
     settled = settle(config.me, roster, Store.open(store_path(config)))
-    for at in missing(settled):
-        raise not_held(settled.store.path, *at)
+    for layer, expert in missing(settled):
+        raise not_held(settled.store.path, layer, expert)
     return settled
 
 
