@@ -82,9 +82,12 @@ class Stage:
     def _without_faults(self, tokens: int) -> tuple[list[int], float]:
         """The reply that everything is measured against, and its seconds."""
         if tokens not in self._known:
-            self._reply(tokens)
-            began = perf_counter()
-            self._known[tokens] = self._reply(tokens), perf_counter() - began
+            seconds = []
+            for _ in range(2):
+                began = perf_counter()
+                found = self._reply(tokens)
+                seconds.append(perf_counter() - began)
+            self._known[tokens] = found, min(seconds)
         return self._known[tokens]
 
     def _reply(self, tokens: int) -> list[int]:
