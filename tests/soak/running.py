@@ -19,9 +19,9 @@ from expert_driver.opening import opened
 from expert_network.errors import ExpertNetworkError
 from tests.driver.programs import DEMO_STORE
 from tests.soak.samples import Series
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, cluster_of
 
-ROSTER, REPLICAS = "a,b,c", "2"
+ROSTER, REPLICAS = "a,b,c", 2
 #: Lives from the first reply to the last, so that its memory says something.
 STEADY = "a"
 TOKENS = 48
@@ -58,7 +58,7 @@ def run(minutes: float, seed: int) -> Report:
     """Reply for so long, one greedy reply after the other, while nodes die and come back."""
     report, random = Report(minutes), Random(seed)
     with ExitStack() as stack:
-        cluster = Cluster(stack, ROSTER, DEMO_STORE, ("--replicas", REPLICAS))
+        cluster = stack.enter_context(cluster_of(ROSTER, REPLICAS))
         config = NetworkConfig(cluster.urls, True, None, None, Path("/nowhere"))
         session = stack.enter_context(opened(str(DEMO_STORE), config, with_text=False))
         _Soak(cluster, session.engine, report, random).run()
