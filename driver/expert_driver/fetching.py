@@ -11,8 +11,8 @@ from typing import TypeVar
 from expert_driver.status import NodeStatus
 from expert_network.errors import ExpertNetworkError, NetworkMismatch, StoreCorrupt
 from expert_network.net.auth import ClusterKey
+from expert_network.net.blocks import LEAVE_OUT
 from expert_network.net.control import ControlClient
-from expert_network.net.download import LEAVE_OUT
 from expert_network.net.fetch import fetch_store
 from expert_network.progress import Progress
 from expert_network.store.manifest import MANIFEST, MAX_MANIFEST, Manifest

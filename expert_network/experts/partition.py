@@ -58,7 +58,8 @@ def load_partition(
     """
     manifest = store.manifest
     wanted = [(manifest.layer(layer), np.asarray(ids)) for layer, ids in blocks.items() if len(ids)]
-    switches = {site.path: site.module for site in find_switches(structure.build(store))}
+    model = structure.build(store, trunk=False)
+    switches = {site.path: site.module for site in find_switches(model)}
     total, done = partition_bytes(manifest, blocks), 0
 
     def read(spec: LayerSpec, expert: int, pieces: Any) -> None:
@@ -159,7 +160,7 @@ class Partition:
         """Whether one block is held."""
         return any(expert in part.ids for part in self._parts.get(layer, ()))
 
-    def block_bytes(self, layer: int, expert: int) -> bytes:
+    def block_bytes(self, layer: int, expert: int) -> memoryview:
         """One block's bytes as the store has them, from memory. Raises NotOwned."""
         for part in self._parts.get(layer, ()):
             if expert in part.ids:

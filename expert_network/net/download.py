@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import aiohttp
-
+from expert_network import disk
 from expert_network.errors import NodeClosed, StoreCorrupt
+from expert_network.net.blocks import LEAVE_OUT, SLOWEST, start_of
 from expert_network.net.control import PIECE, ControlClient
 from expert_network.store.manifest import FileSpec
-from expert_network.store.writer import disk_errors
-
-#: Bytes a second below which a peer is no source: a download's deadline follows from its size.
-SLOWEST = 64 << 10
-#: What to do about a peer whose bytes are wrong.
-LEAVE_OUT = "leave that node out, and verify its store with `expert-net verify`"
-
-_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/\d{1,15}")
 
 
 async def download(
@@ -55,9 +46,8 @@ async def download(
             problem = f"what node {client.url} sent does not match the manifest's sha256"
             raise StoreCorrupt(dest, problem, LEAVE_OUT)
         await asyncio.to_thread(sink.sync)
-    with disk_errors(dest):
-        os.replace(part, dest)
-        sync_folder(dest.parent)
+    with disk.errors(dest):
+        disk.rename(part, dest)
 
 
 class _Sink:
@@ -74,7 +64,7 @@ class _Sink:
 
     def resume(self, most: int) -> int:
         """Take over what the file holds already; how many bytes that are."""
-        with disk_errors(self._path):
+        with disk.errors(self._path):
             self._file.seek(0)
             while data := self._file.read(PIECE):
                 self._hash.update(data)
@@ -87,31 +77,31 @@ class _Sink:
         """Forget all of it; how many bytes that were."""
         lost, self.size = self.size, 0
         self._hash = hashlib.sha256()
-        with disk_errors(self._path):
+        with disk.errors(self._path):
             self._file.truncate(0)
             self._file.seek(0)
         return lost
 
     def write(self, data: bytes) -> None:
-        with disk_errors(self._path):
+        with disk.errors(self._path):
             self._file.write(data)
         self._hash.update(data)
         self.size += len(data)
 
     def sync(self) -> None:
-        with disk_errors(self._path):
+        with disk.errors(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
 
 
 @contextmanager
 def _appending(dest: Path, part: Path) -> Iterator[_Sink]:
-    with disk_errors(dest):
+    with disk.errors(dest):
         file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:
         yield _Sink(file, dest)
     finally:
-        with disk_errors(dest):
+        with disk.errors(dest):
             file.close()
 
 
@@ -131,9 +121,9 @@ async def _pull(
         headers = {"Range": f"bytes={sink.size}-", "If-Range": f'"{spec.sha256}"'}
     deadline = client.total + spec.size / slowest
     async with client.get(path, headers, (200, 206), deadline) as response:
-        if _start(response) != sink.size:
+        if start_of(response) != sink.size:
             moved(-sink.start_over())
-        if _start(response) != sink.size:
+        if start_of(response) != sink.size:
             raise StoreCorrupt(path, f"node {client.url} sent another part of it", LEAVE_OUT)
         async for piece in response.content.iter_chunked(PIECE):
             if sink.size + len(piece) > spec.size:
@@ -145,20 +135,3 @@ async def _pull(
     if sink.size < spec.size:
         problem = f"sent {sink.size} of the {spec.size} bytes of {path}"
         raise NodeClosed(client.url, problem, "check that it still runs, and its log")
-
-
-def _start(response: aiohttp.ClientResponse) -> int | None:
-    """At which byte of the whole the answer begins."""
-    if response.status == 200:
-        return 0
-    match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
-    return int(match[1]) if match else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the folder's entries on the disk before going on."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

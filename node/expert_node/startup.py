@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from expert_network import places
 from expert_network.errors import OutOfMemory
-from expert_network.store.reader import Store
+from expert_network.store.reader import Store, not_held
 from expert_network.units import size
 from expert_node.config import NodeConfig
 from expert_roster.rendezvous import partition
@@ -38,10 +38,30 @@ class Startup:
 
 def read(config: NodeConfig) -> Startup:
     """Read roster and store. Raises RosterError, StoreError and their kin."""
+    roster = read_roster(config)
+    settled = settle(config.me, roster, Store.open(store_path(config)))
+    for at in missing(settled):
+        raise not_held(settled.store.path, *at)
+    return settled
+
+
+def read_roster(config: NodeConfig) -> Roster:
+    """The roster, which names this node. Raises RosterError."""
     roster = Roster.from_spec(config.roster, _read_text, config.replicas)
     roster.index(config.me)
-    store = Store.open(_store_path(config))
-    return Startup(config.me, roster, store, partition(roster, config.me, store.manifest.shape))
+    return roster
+
+
+def settle(me: str, roster: Roster, store: Store) -> Startup:
+    """What node `me` owns of an opened store, whether it is there or not."""
+    store.recheck()
+    return Startup(me, roster, store, partition(roster, me, store.manifest.shape))
+
+
+def missing(settled: Startup) -> list[tuple[int, int]]:
+    """The (layer, expert) of the node's own blocks that its store lacks."""
+    held = {layer: set(settled.store.held(layer)) for layer in settled.blocks}
+    return [(n, e) for n, ids in settled.blocks.items() for e in ids.tolist() if e not in held[n]]
 
 
 def check_memory(startup: Startup, partition_bytes: int, available: int) -> None:
@@ -61,8 +81,11 @@ def _read_text(path: str) -> str:
     return Path(path).expanduser().read_text(encoding="utf-8")
 
 
-def _store_path(config: NodeConfig) -> Path:
+def store_path(config: NodeConfig) -> Path:
+    """Where the store is or, with peers to fetch it from, will be. Raises StoreError."""
     home = places.home(config.home)
-    return (
-        places.only_store(home) if config.store is None else places.find_store(config.store, home)
-    )
+    if config.store is None:
+        return places.only_store(home)
+    if config.peers:
+        return places.place_for(config.store, home)
+    return places.find_store(config.store, home)
