@@ -53,6 +53,13 @@ OPEN_PATH = "/health"
 _proof: ContextVar[str | None] = ContextVar("proof", default=None)
 
 
+async def _expecting(request: web.Request) -> None:
+    """Say nothing to an Expect header: without a body to wait for, the answer comes at once.
+
+    aiohttp's own handler runs before the key is asked for, and fails on what is no UTF-8.
+    """
+
+
 class Control:
     """The handlers of one node."""
 
@@ -65,7 +72,7 @@ class Control:
 
     def routes(self) -> list[web.RouteDef]:
         """What is served where."""
-        return [
+        served = [
             web.get("/health", self.health),
             web.get("/status", self.status),
             web.get("/manifest", self.manifest),
@@ -74,7 +81,16 @@ class Control:
             web.get("/file/{name}", self.file),
             web.get("/metrics", self.metrics),
             web.get("/link", self.link, allow_head=False),
+            web.route("*", "/{path:.*}", self.nothing),
         ]
+        for route in served:
+            route.kwargs["expect_handler"] = _expecting
+        return served
+
+    async def nothing(self, request: web.Request) -> NoReturn:
+        if request.method not in ("GET", "HEAD"):
+            raise web.HTTPMethodNotAllowed(request.method, ("GET", "HEAD"))
+        raise web.HTTPNotFound()
 
     async def health(self, request: web.Request) -> web.Response:
         phase = self._state.phase
