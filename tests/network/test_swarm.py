@@ -137,6 +137,7 @@ async def test_always_wrong_bytes_cost_one_block(joining: Joining) -> None:
     ):
         report = await joining.fetch(bad, good)
     assert report.wasted == SIZE and len(joining.told) == 1 and bad.url in joining.told[0]
+    assert len([path for path, _ in bad.asked if path != "/manifest"]) == 1
 
 
 async def test_a_peer_that_dies(joining: Joining) -> None:

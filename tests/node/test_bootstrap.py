@@ -16,6 +16,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from expert_driver.chaos.faults import Throttle
+from expert_driver.chaos.proxy import HOST, FaultProxy
 from expert_network import disk
 from expert_network.net.fetch import fetch_store
 from expert_network.store.reader import Store
@@ -126,6 +128,30 @@ def test_what_a_kill_left_is_not_fetched_again(
         node.wait_ready()
         assert "fetched 2 blocks" in node.stderr()
     assert made.verify() == []
+
+
+def test_a_kill_in_the_middle(store: Store, peers: list[NodeProcess], tmp_path: Path) -> None:
+    """After kill -9 only what had not been verified is fetched."""
+
+    def held() -> int:
+        if not (tmp_path / "c").exists():
+            return 0
+        made = Store.open(tmp_path / "c")
+        return sum(len(made.held(layer)) for layer in owned(store))
+
+    pin = ["--manifest-sha256", store.digest, "--no-trunk"]
+    with FaultProxy({"slow": (HOST, peers[0].port)}) as proxy:
+        proxy.always("slow", Throttle(60_000))
+        with joining(tmp_path / "c", proxy.urls()["slow"], *pin) as node:
+            deadline = monotonic() + 60
+            while not held():
+                assert monotonic() < deadline, node.story("fetched nothing")
+            node.kill()
+    count, kept = sum(map(len, owned(store).values())), held()
+    assert 0 < kept < count
+    with joining(tmp_path / "c", urls(peers), *pin) as node:
+        node.wait_ready()
+        assert f"fetched {count - kept} blocks" in node.stderr()
 
 
 def test_it_answers_while_it_fetches(tmp_path: Path) -> None:
