@@ -31,6 +31,9 @@ class Layer(Protocol):
     def ids(self) -> NDArray[np.intp]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def native(self) -> object:
+        """What native code computes one row at a time with, as `compute` would; None if nothing."""
 
     def outputs(self, x: mx.array, ids: mx.array, precise: bool) -> mx.array:
         """x (N, D) and ids (N, k) to each expert's own output, (N, k, D) in x's dtype."""
@@ -57,6 +60,8 @@ class Layer(Protocol):
 
 class MlxLayer:
     """A layer computed by the family's own switch module, in `dtype` whether precise or not."""
+
+    native = None
 
     def __init__(self, resident: ResidentLayer, dtype: mx.Dtype) -> None:
         self._resident, self._dtype = resident, dtype

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
+from expert_network import kernels
 from expert_network.backend import Backend
 from expert_network.errors import NotOwned
 from expert_network.experts import upcast
 from expert_network.experts.device_backend import DeviceLayer
 from expert_network.experts.layers import EXACT, SUM, Layer, MlxLayer
-from expert_network.experts.mlx_backend import ResidentLayer
+from expert_network.experts.mlx_backend import ReadBlock, ResidentLayer
 from expert_network.experts.native_backend import NativeLayer
 from expert_network.model import structure
 from expert_network.model.seam import find_switches
@@ -26,8 +28,11 @@ from expert_network.transfer import transfer_for
 
 __all__ = ["EXACT", "SUM", "Blocks", "Partition", "load_partition", "partition_bytes"]
 
+Ids = NDArray[np.intp]
+Buffer = bytes | memoryview
+
 # The experts of each layer, ascending. Layers without any may be left out.
-Blocks = Mapping[int, NDArray[np.intp]]
+Blocks = Mapping[int, Ids]
 
 
 def partition_bytes(manifest: Manifest, blocks: Blocks) -> int:
@@ -48,23 +53,45 @@ def load_partition(
     Takes the partition's bytes and little besides (on "mlx-cuda": one more tensor of one layer).
     Any thread may use the result. Raises StoreCorrupt, StoreError, KeyError for an unknown layer.
     """
-    manifest = store.manifest
+    manifest, loader = store.manifest, Loader(store, backend)
     wanted = [(manifest.layer(layer), np.asarray(ids)) for layer, ids in blocks.items() if len(ids)]
-    switches = {site.path: site.module for site in find_switches(structure.build(store))}
     total, done = partition_bytes(manifest, blocks), 0
 
-    def read(spec: LayerSpec, expert: int, pieces: Any) -> None:
+    def read(spec: LayerSpec, expert: int, pieces: Sequence[memoryview]) -> None:
         nonlocal done
         store.read_block_into(spec.layer, expert, pieces)
         done += spec.block_bytes
         progress(done, total, "loading")
 
-    in_place = backend.name != "mlx-cuda"
-    layers = [
-        ResidentLayer(spec, switches[spec.path], ids, partial(read, spec), in_place)
-        for spec, ids in wanted
-    ]
-    return Partition(_computing(layers, backend, manifest.dtype), backend, manifest.dtype, precise)
+    layers = loader.layers([(spec, ids, partial(read, spec)) for spec, ids in wanted])
+    return Partition(layers, loader, precise)
+
+
+class Loader:
+    """Makes the layers of one store for one backend: native ones where they can, else MLX's."""
+
+    def __init__(self, store: Store, backend: Backend) -> None:
+        self.manifest, self.backend = store.manifest, backend
+        self._switches = {site.path: site.module for site in find_switches(structure.build(store))}
+
+    def layers(self, wanted: Sequence[tuple[LayerSpec, Ids, ReadBlock]]) -> list[Layer]:
+        """A layer for each spec, with these experts, ascending; `read` gives their blocks."""
+        in_place = self.backend.name != "mlx-cuda"
+        resident = [
+            # Its own module each time: another layer over the same one may be in use.
+            ResidentLayer(spec, _copied(self._switches[spec.path]), ids, read, in_place)
+            for spec, ids, read in wanted
+        ]
+        return _computing(resident, self.backend, self.manifest.dtype)
+
+
+def _copied(module: Module) -> Module:
+    """The module over the same arrays, which can be replaced in it."""
+    made = copy(module)
+    for name, child in module.items():
+        if isinstance(child, Module):
+            made[name] = _copied(child)
+    return made
 
 
 def _computing(layers: Sequence[ResidentLayer], backend: Backend, stored: str) -> list[Layer]:
@@ -94,13 +121,12 @@ class Partition:
     time. `compute_dtype` is that of activations, `numerics` the id that promises identical bits.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], backend: Backend, stored: str, precise: bool = True
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], loader: Loader, precise: bool = True) -> None:
         self._layers = {layer.spec.layer: layer for layer in layers}
-        self._precise, self._backend = precise, backend
-        self.compute_dtype = backend.compute_dtype(stored)
-        self.numerics = backend.numerics(self.compute_dtype)
+        self._natives = {number: layer.native for number, layer in self._layers.items()}
+        self._precise, self._loader, self._backend = precise, loader, loader.backend
+        self.compute_dtype = self._backend.compute_dtype(loader.manifest.dtype)
+        self.numerics = self._backend.numerics(self.compute_dtype)
 
     @property
     def kernels(self) -> str:
@@ -168,7 +194,44 @@ class Partition:
 
     def native(self, layer: int) -> object:
         """What native code computes a row of `layer` with, as `compute` would; None if nothing."""
-        return getattr(self._layers.get(layer), "native", None)
+        return self._natives.get(layer)
+
+    def fitted(self, layer: int, experts: Ids, read: Callable[[int], Buffer]) -> Layer | None:
+        """The layer with just these experts, for `put`; None without any. Changes nothing yet.
+
+        Blocks that are held are copied; `read` gives the others', verified. Takes the layer's bytes
+        once more meanwhile. Any thread.
+        """
+        held, spec = self._layers.get(layer), self._loader.manifest.layer(layer)
+        if not len(experts):
+            return None
+
+        def fill(expert: int, pieces: Sequence[memoryview]) -> None:
+            known = held is not None and expert in held.ids
+            data = memoryview(held.block_bytes(expert) if held and known else read(expert))
+            for piece in pieces:
+                piece[:] = data[: len(piece)]
+                data = data[len(piece) :]
+
+        return self._loader.layers([(spec, np.sort(experts), fill)])[0]
+
+    def put(self, layer: int, made: Layer | None) -> None:
+        """Hold what `fitted` has made of a layer, and let go of what was held. As `compute`.
+
+        Native code that was given the layer's experts goes on with the new ones.
+        """
+        if made is None:
+            self._layers.pop(layer, None)
+        else:
+            self._layers[layer] = made
+        native = None if made is None else made.native
+        known = self._natives.setdefault(layer, native)
+        if known is None:
+            self._natives[layer] = native
+        elif known is not native:
+            if native is None:
+                native = kernels.no_experts(self._loader.manifest.layer(layer).hidden)
+            kernels.swap_experts(known, native)
 
     def _asked(self, layer: int, ids: mx.array) -> Layer:
         held = self._layers.get(layer)

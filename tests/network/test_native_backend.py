@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +17,7 @@ from expert_network.backend import Backend
 from expert_network.errors import NotOwned
 from expert_network.experts.layers import EXACT, SUM, MlxLayer
 from expert_network.experts.native_backend import NativeLayer
-from expert_network.experts.partition import Partition, _computing
+from expert_network.experts.partition import Loader, Partition, _computing
 from expert_network.model.host import HostArray
 from tests.support.switches import (
     EXPERTS,
@@ -148,9 +149,12 @@ def test_what_kernels_do_not_know(kind: Kind) -> None:
     assert [type(layer) for layer in layers] == [NativeLayer, MlxLayer]
     x, ids = rows(3), mx.array(routes(3))
     assert distance(layers[1].outputs(x, ids, False), as_float32(kind)(x, ids)) < 1e-4
-    part = Partition(layers[1:], backend, "bfloat16")
+    loader = cast(
+        Loader, SimpleNamespace(backend=backend, manifest=SimpleNamespace(dtype="bfloat16"))
+    )
+    part = Partition(layers[1:], loader)
     assert part.kernels == "native avx2, int8 (f32 when asked); layers 5 mlx-cpu"
-    assert Partition(layers[:1], backend, "bfloat16").kernels.endswith("(f32 when asked)")
+    assert Partition(layers[:1], loader).kernels.endswith("(f32 when asked)")
 
 
 def test_a_subclass_is_not_known() -> None:

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from expert_network.backend import detect
+from expert_network import kernels
+from expert_network.backend import Kernels, detect
 from expert_network.errors import NotOwned, StoreCorrupt
 from expert_network.experts.partition import (
     EXACT,
@@ -202,7 +203,8 @@ def test_threads(store: Store) -> None:
 _MEASURE = """
 import json, sys
 import numpy as np
-from expert_network.backend import detect
+from expert_network import kernels
+from expert_network.backend import Kernels, detect
 backend = detect()
 from expert_network.memory import peak_rss
 from expert_network.experts.partition import load_partition
@@ -228,3 +230,58 @@ def test_memory(tmp_path: Path) -> None:
     assert size > 190e6
     assert loaded < size + 200e6
     assert served < size + 300e6
+
+
+KERNELS = ("native", "mlx") if kernels.available() else ("mlx",)
+
+
+@pytest.mark.parametrize("chosen", KERNELS)
+def test_what_is_held_changes(store: Store, chosen: Kernels) -> None:
+    """A layer gains blocks and gives others up, and computes the bits of one loaded so at once."""
+    part = load_partition(store, BLOCKS, detect(chosen))
+    read: list[int] = []
+
+    def block(expert: int) -> memoryview:
+        read.append(expert)
+        return store.read_block(0, expert)
+
+    made = part.fitted(0, np.array([7, 5, 2]), block)
+    assert part.owned(0).tolist() == [0, 2, 3, 7]  # until it is put
+    part.put(0, made)
+    assert (part.owned(0).tolist(), read, part.blocks) == ([2, 5, 7], [5], 4)
+    alike = load_partition(store, {0: np.array([2, 5, 7])}, detect(chosen))
+    for mode in (SUM, EXACT):
+        asked = dispatch([1, 3, 2], [2, 5, 7])
+        made_now, expected = (p.compute(0, mode, **asked) for p in (part, alike))
+        assert made_now.tobytes() == expected.tobytes()
+    assert part.block_bytes(0, 5) == bytes(store.read_block(0, 5))
+    with pytest.raises(NotOwned):
+        part.compute(0, SUM, **dispatch([1], [3]))
+
+
+@pytest.mark.parametrize("chosen", KERNELS)
+def test_a_layer_comes_and_goes(store: Store, chosen: Kernels) -> None:
+    """The last block of a layer can be given up, and the first one gained."""
+    part = load_partition(store, {0: np.array([1])}, detect(chosen))
+    part.put(0, part.fitted(0, np.array([], np.intp), store_fails))
+    part.put(1, part.fitted(1, np.array([6]), lambda expert: store.read_block(1, expert)))
+    assert (part.owned(0).tolist(), part.owned(1).tolist(), part.blocks) == ([], [6], 1)
+    part.put(0, part.fitted(0, np.array([4]), lambda expert: store.read_block(0, expert)))
+    asked = dispatch([2], [4])
+    alike = load_partition(store, {0: np.array([4])}, detect(chosen))
+    assert part.compute(0, SUM, **asked).tobytes() == alike.compute(0, SUM, **asked).tobytes()
+
+
+def store_fails(expert: int) -> bytes:
+    raise AssertionError(f"block {expert} was read")
+
+
+@pytest.mark.skipif(not kernels.available(), reason="there are no native kernels here")
+def test_native_code_goes_on_with_new_experts(store: Store) -> None:
+    """What native code was given for a layer stays the same object, whatever the layer holds."""
+    part = load_partition(store, BLOCKS, detect("native"))
+    given = part.native(0)
+    part.put(0, part.fitted(0, np.array([1]), lambda expert: store.read_block(0, expert)))
+    assert part.native(0) is given
+    part.put(0, None)
+    assert part.native(0) is given
