@@ -25,6 +25,7 @@ from expert_protocol.greetings import (
     encode_welcome,
 )
 from expert_protocol.header import (
+    ADOPT_FLAG,
     MAX_HIDDEN,
     MAX_PAIRS,
     MAX_PAYLOAD,
@@ -110,7 +111,7 @@ class Dispatch:
 
     rows: raw (R, columns(D)), offsets: u32 (R + 1), ids: u16 (P), weights: f32 (P). Row r goes to
     the experts ids[offsets[r]:offsets[r + 1]], at least one. precise: with float32 activations;
-    EXACT always is.
+    EXACT always is. adopt: a node that does not hold a block is to get it first.
     """
 
     layer: int
@@ -122,6 +123,7 @@ class Dispatch:
     ids: NDArray[np.uint16]
     weights: NDArray[np.float32]
     precise: bool = False
+    adopt: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +171,7 @@ def reply_size(rows: int, pairs: int, hidden: int, mode: ReplyMode, dtype: WireD
 
 
 def heads_of_one_row(
-    layer: int, epoch: int, dtype: WireDType, precise: bool, hidden: int
+    layer: int, epoch: int, dtype: WireDType, precise: bool, hidden: int, adopt: bool = False
 ) -> tuple[bytes, bytes]:
     """The headers, but for their crc32, of a DISPATCH of one row in SUM mode and of its REPLY.
 
@@ -177,7 +179,7 @@ def heads_of_one_row(
     pairs.
     """
     answered = reply_size(1, 0, hidden, ReplyMode.SUM, dtype)
-    flags = PRECISE_FLAG if precise else 0
+    flags = _flags(precise, adopt)
     return (
         encode_head(_DISPATCH, flags, 0, epoch, layer, dtype, ReplyMode.SUM, 1, 0),
         encode_head(_REPLY, 0, 0, epoch, layer, dtype, ReplyMode.SUM, 1, answered),
@@ -195,7 +197,7 @@ def encode_dispatch(dispatch: Dispatch, sequence: int, crc32: Checksum = crc32) 
     rows, offsets, ids, weights = dispatch.rows, dispatch.offsets, dispatch.ids, dispatch.weights
     head = encode_head(
         _DISPATCH,
-        PRECISE_FLAG if dispatch.precise else 0,
+        _flags(dispatch.precise, dispatch.adopt),
         sequence,
         dispatch.epoch,
         dispatch.layer,
@@ -205,6 +207,10 @@ def encode_dispatch(dispatch: Dispatch, sequence: int, crc32: Checksum = crc32) 
         rows.nbytes + offsets.nbytes + ids.nbytes + weights.nbytes,
     )
     return summed(head, (rows.data, offsets.data, ids.data, weights.data), crc32)
+
+
+def _flags(precise: bool, adopt: bool) -> int:
+    return (PRECISE_FLAG if precise else 0) | (ADOPT_FLAG if adopt else 0)
 
 
 def _dispatch_problem(dispatch: Dispatch) -> str | None:
@@ -284,7 +290,8 @@ def dispatch_in(header: Header, payload: memoryview | bytes, columns: int, pairs
         offsets,
         array((pairs,), _U16, payload, at_ids),
         array((pairs,), _F32, payload, at_ids + 2 * pairs),
-        bool(flags),
+        bool(flags & PRECISE_FLAG),
+        bool(flags & ADOPT_FLAG),
     )
 
 

@@ -21,6 +21,8 @@ from expert_protocol.header import MAX_CONTROL, MAX_HELLO, MAX_PAYLOAD, MAX_ROWS
 MAX_TEXT = 256
 #: Most entries of one list or map: a roster of 4096 nodes, flat.
 MAX_ITEMS = 8192
+#: Most peers that a HELLO names; with the longest texts they fill half of it.
+MAX_PEERS = 128
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -29,7 +31,10 @@ _TEXT = re.compile(r"[ -~]{0,256}")
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The driver's first frame. `exact`: it will ask for EXACT replies."""
+    """The driver's first frame. `exact`: it will ask for EXACT replies.
+
+    peers: addresses from which the node may take blocks that it is to adopt.
+    """
 
     protocol: int
     model_digest: str
@@ -39,6 +44,7 @@ class Hello:
     numerics: str
     exact: bool
     max_payload: int = MAX_PAYLOAD
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,12 @@ def _dtypes(value: object) -> tuple[WireDType, ...]:
     return known
 
 
+def _peers(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_PEERS:
+        raise ValueError(f"is not a list of at most {MAX_PEERS} addresses")
+    return tuple(cast(str, _printable(url)) for url in value)
+
+
 def _map(value: object) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError("is not a map with text keys")
@@ -139,6 +151,7 @@ _HELLO: dict[str, Check] = {
     "numerics": _printable,
     "exact": _boolean,
     "max_payload": _integer(1, MAX_U32),
+    "peers": _peers,
 }
 _WELCOME: dict[str, Check] = {
     "protocol": _integer(1, 65535),

@@ -21,8 +21,8 @@ from expert_protocol.dtypes import WireDType
 
 MAGIC = b"EXPN"
 #: Raised when a peer of the version before would misread, or refuse in the middle of a generation,
-#: what this one may send. 2: PRECISE, and several dispatches outstanding at a time.
-VERSION = 2
+#: what this one may send. 2: PRECISE, and several dispatches outstanding at a time. 3: ADOPT.
+VERSION = 3
 HEADER_SIZE = 32
 #: The part of it that its crc32 covers.
 SUMMED_SIZE = 28
@@ -30,6 +30,8 @@ SUMMED_SIZE = 28
 PONG_FLAG = 1
 #: Bit 0 of the flags of a DISPATCH: compute with float32 activations, whatever the kernels can.
 PRECISE_FLAG = 1
+#: Bit 1 of the flags of a DISPATCH: take the blocks that are not held here, from wherever they are.
+ADOPT_FLAG = 2
 
 #: DISPATCH and REPLY. 4096 rows of 8192 bf16 values; a longer prefill goes in several dispatches.
 MAX_PAYLOAD = 64 << 20
@@ -88,6 +90,7 @@ class ErrorCode(IntEnum):
     BUSY = 10
     INTERNAL = 11
     DRAINING = 12
+    NO_BLOCK = 13
 
 
 #: The most payload bytes a frame of each kind may have.
@@ -110,7 +113,7 @@ Checksum = Callable[[Buffer, int], int]
 _ALL = struct.Struct("<4sBBHIIHBBHHII")
 _SUMMED = struct.Struct("<4sBBHIIHBBHHI")
 _CRC = struct.Struct("<I")
-_FLAGS = {Kind.PING: PONG_FLAG, Kind.DISPATCH: PRECISE_FLAG}
+_FLAGS = {Kind.PING: PONG_FLAG, Kind.DISPATCH: PRECISE_FLAG | ADOPT_FLAG}
 _KINDS = {int(kind): kind for kind in Kind}
 _DTYPES = {int(dtype): dtype for dtype in WireDType}
 _MODES = {int(mode): mode for mode in ReplyMode}

@@ -75,7 +75,7 @@ def header(**fields: int) -> bytes:
 
 NONSENSE = [
     pytest.param(header(magic=0x20544547), ErrorCode.PROTOCOL, "GET", id="magic"),
-    pytest.param(header(version=3), ErrorCode.VERSION, "version 3", id="version"),
+    pytest.param(header(version=4), ErrorCode.VERSION, "version 4", id="version"),
     pytest.param(header(kind=99), ErrorCode.PROTOCOL, "kind 99", id="kind"),
     pytest.param(header(length=2**32 - 1), ErrorCode.TOO_LARGE, "4294967295", id="length"),
     pytest.param(header(rows=60000, length=64), ErrorCode.TOO_LARGE, "60000 rows", id="rows"),

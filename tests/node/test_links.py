@@ -120,7 +120,7 @@ def test_answers() -> None:
     [
         (hello(model_digest="9f" * 32), ErrorCode.MODEL, f"made_up model {DIGEST[:12]}"),
         (hello(model_digest="9f" * 32), ErrorCode.MODEL, "9f9f9f9f9f9f;"),
-        (hello(protocol=7), ErrorCode.VERSION, "version 2 and this driver version 7"),
+        (hello(protocol=7), ErrorCode.VERSION, "version 3 and this driver version 7"),
     ],
 )
 def test_hello_is_checked(said: Hello, code: ErrorCode, words: str) -> None:

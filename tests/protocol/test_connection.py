@@ -534,16 +534,16 @@ def test_a_wrong_number_of_bytes_is_our_fault() -> None:
 
 
 def test_another_version_is_answered_so_that_it_is_understood() -> None:
-    """A HELLO of version 3 gets an ERROR that names both versions, and any version can read it."""
+    """A HELLO of version 4 gets an ERROR that names both versions, and any version can read it."""
     node = NodeConnection(hidden)
     head = bytes(FRAMES["HELLO"][0])
     with pytest.raises(RemoteProtocolError) as caught:
-        node.feed(head[:4] + b"\x03" + head[5:])
+        node.feed(head[:4] + b"\x04" + head[5:])
     driver = DriverConnection(hidden)
     driver.hello(hello())
     (event,) = events(driver, node.refuse(caught.value))
     assert event.code is ErrorCode.VERSION
-    assert "version 3" in event.message and "version 2" in event.message
+    assert "version 4" in event.message and "version 3" in event.message
 
 
 @pytest.mark.parametrize("version", [1, 255])

@@ -51,6 +51,7 @@ def parts(frame: list[Buffer]) -> tuple[Header, memoryview]:
     sequence=st.integers(1, 2**32 - 1),
     form=st.sampled_from(KINDS_OF_ROWS),
     precise=st.booleans(),
+    adopt=st.booleans(),
 )
 def test_dispatch_round_trip(
     sequence: int, width: int, form: tuple[ReplyMode, WireDType], **fields: Any

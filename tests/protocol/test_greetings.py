@@ -40,6 +40,7 @@ hellos = st.builds(
     numerics=texts,
     exact=st.booleans(),
     max_payload=st.integers(1, 2**32 - 1),
+    peers=st.lists(texts, max_size=4).map(tuple),
 )
 plain = st.recursive(
     st.none()

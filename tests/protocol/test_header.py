@@ -50,8 +50,8 @@ def test_layout() -> None:
     data = packed()
     assert len(data) == HEADER_SIZE
     header = decode_header(data)
-    assert header == (2, Kind.DISPATCH, 0, 1, 2, 3, 1, 1, 4, 5, 6)
-    assert (data[4], data[5], data[18], data[19]) == (2, 3, 1, 1)
+    assert header == (3, Kind.DISPATCH, 0, 1, 2, 3, 1, 1, 4, 5, 6)
+    assert (data[4], data[5], data[18], data[19]) == (3, 3, 1, 1)
     assert struct.unpack_from("<I", data, 24) == (5,)
 
 
@@ -87,7 +87,7 @@ def test_absurd_lengths(kind: Kind) -> None:
         ({"magic": b"HTTP"}, "48 54 54 50"),
         ({"kind": 0}, "kind 0"),
         ({"kind": 9}, "kind 9"),
-        ({"flags": 2}, "flags"),
+        ({"flags": 4}, "flags"),
         ({"reserved": 1}, "reserved"),
         ({"dtype": 4}, "dtype 4"),
         ({"mode": 2}, "mode 2"),
@@ -116,14 +116,14 @@ def test_other_kinds_leave_the_dispatch_fields_zero(kind: Kind, field: str) -> N
 
 
 @pytest.mark.parametrize("kind", Kind)
-@pytest.mark.parametrize("flags", [1, 2, 3, 1 << 15])
+@pytest.mark.parametrize("flags", [1, 2, 3, 4, 1 << 15])
 def test_flags(kind: Kind, flags: int) -> None:
-    """Bit 0 is PONG on a PING and PRECISE on a DISPATCH; every other flag is refused."""
+    """PONG on a PING, PRECISE and ADOPT on a DISPATCH; every other flag is refused."""
     fields = {"kind": kind, "flags": flags, "length": 0}
     if kind not in (Kind.DISPATCH, Kind.REPLY):
         fields |= {"epoch": 0, "layer": 0, "dtype": 0, "mode": 0, "rows": 0}
-    if flags == 1 and kind in (Kind.PING, Kind.DISPATCH):
-        assert decode_header(packed(**fields)).flags == 1
+    if flags <= {Kind.PING: 1, Kind.DISPATCH: 3}.get(kind, 0):
+        assert decode_header(packed(**fields)).flags == flags
     else:
         assert "flags" in str(refusal(**fields))
 
@@ -137,10 +137,10 @@ def test_exact_rows_are_not_rounded(kind: Kind) -> None:
 
 
 def test_another_version_is_named_with_both_numbers() -> None:
-    """A frame of version 3 is refused with VERSION, and 3 and 2 are in the sentence."""
-    error = refusal(version=3, kind=200)
+    """A frame of version 4 is refused with VERSION, and 4 and 3 are in the sentence."""
+    error = refusal(version=4, kind=200)
     assert error.code == ErrorCode.VERSION
-    assert "version 3" in str(error) and "version 2" in str(error)
+    assert "version 4" in str(error) and "version 3" in str(error)
 
 
 def test_an_error_of_another_version_is_read() -> None:

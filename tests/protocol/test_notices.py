@@ -82,7 +82,7 @@ def test_a_terminal_is_safe_from_a_peer() -> None:
     assert decode_goodbye(b"\x1b[2J\r\nhi").reason == "\ufffd[2J\ufffd\ufffdhi"
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x01", b"\x00\x00no", b"\x0d\x00no", b"\x01\x00\xff"])
+@pytest.mark.parametrize("payload", [b"", b"\x01", b"\x00\x00no", b"\x0e\x00no", b"\x01\x00\xff"])
 def test_refused_errors(payload: bytes) -> None:
     """An ERROR without a whole code, with an unknown one, or not in UTF-8, is refused."""
     header = parts(encode_error(ErrorReply(ErrorCode.BUSY, ""), 0))[0]
@@ -93,7 +93,7 @@ def test_refused_errors(payload: bytes) -> None:
 def test_an_unknown_code_of_another_version() -> None:
     """A code that a later version invented reads as VERSION: the sentence is kept."""
     header = parts(encode_error(ErrorReply(ErrorCode.BUSY, ""), 0))[0]
-    later = header._replace(version=3, length=5)
+    later = header._replace(version=4, length=5)
     assert decode_error(later, b"\x63\x00new") == ErrorReply(ErrorCode.VERSION, "new")
     assert decode_error(later, b"\x0a\x00new") == ErrorReply(ErrorCode.BUSY, "new")
 

@@ -136,6 +136,7 @@ def test_any_split_gives_the_same_events(scene: Scene, cuts: list[int]) -> None:
     form=st.sampled_from(KINDS_OF_ROWS),
     epoch=st.integers(0, 2**32 - 1),
     precise=st.booleans(),
+    adopt=st.booleans(),
     times=st.integers(1, 4),
 )
 def test_links_round_trip(times: int, form: tuple[ReplyMode, WireDType], **fields: Any) -> None:

@@ -70,6 +70,7 @@ def dispatch(
     dtype: WireDType = WireDType.BF16,
     width: int = HIDDEN,
     precise: bool = False,
+    adopt: bool = False,
 ) -> Dispatch:
     """Rows 0.5, 1.5, ... with `counts` experts each: ids 0, 1, ... and weights 1/2, 1/3, ..."""
     pairs = sum(counts)
@@ -84,6 +85,7 @@ def dispatch(
         ids=np.arange(pairs, dtype=np.uint16),
         weights=(1 / np.arange(2, pairs + 2)).astype(np.float32),
         precise=precise,
+        adopt=adopt,
     )
 
 
