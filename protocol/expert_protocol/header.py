@@ -215,7 +215,7 @@ def decode_header(data: memoryview | bytes) -> Header:
         _check_rows(kind, rows)
         if mode and dtype is WireDType.INT8:
             raise RemoteProtocolError(f"a {kind.name} in EXACT mode of int8 rows, which round")
-    elif epoch or layer or dtype or mode or rows:
+    elif layer or dtype or mode or rows or (epoch and not (kind is Kind.PING and flags)):
         raise RemoteProtocolError(f"a {kind.name} sets fields that belong to a dispatch")
     return Header(
         version, kind, flags, sequence, epoch, layer, dtype, mode, rows, length, crc
