@@ -121,6 +121,15 @@ class Computer:
         #: What native code computes a row of a layer with; None for what the blocks compute.
         self.native: Callable[[int], object] = getattr(blocks, "native", lambda layer: None)
 
+    def change(self, layer: int, experts: Ids, change: Callable[[], None]) -> None:
+        """Run `change` between two dispatches; it makes the blocks hold `experts` of `layer`."""
+        held, now = self._held[layer], np.zeros(1 << 16, np.bool_)
+        now[experts] = True
+        with self.turns:
+            held &= now  # rows are looked up before their turn: no more of what goes
+            change()
+            held |= now
+
     def answer(self, dispatch: Dispatch) -> Reply | ErrorReply:
         """The reply to `dispatch`, or why there is none. Any thread; waits for its turn."""
         refusal = self._refusal(dispatch)

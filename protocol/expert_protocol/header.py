@@ -26,6 +26,8 @@ VERSION = 3
 HEADER_SIZE = 32
 #: The part of it that its crc32 covers.
 SUMMED_SIZE = 28
+#: Where the epoch stands.
+EPOCH = slice(12, 16)
 #: Bit 0 of the flags of a PING: this one is the answer.
 PONG_FLAG = 1
 #: Bit 0 of the flags of a DISPATCH: compute with float32 activations, whatever the kernels can.
