@@ -335,7 +335,7 @@ def test_only_the_outstanding_dispatch_is_answered(name: str, sequence: int) -> 
     ],
 )
 def test_a_reply_repeats_its_dispatch(asked: Dispatch) -> None:
-    """Layer, dtype, mode, rows, size and no older epoch are the dispatch's, checked at the header."""
+    """Layer, dtype, mode, rows and size are the dispatch's, and its epoch is no older."""
     driver, node = greeted()
     events(node, driver.dispatch(dispatch()))
     request = decode_header(encode_dispatch(asked, 1)[0])
