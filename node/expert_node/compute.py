@@ -109,7 +109,7 @@ class Computer:
     """
 
     def __init__(self, node: str, blocks: Blocks, shape: list[tuple[int, int]], counters: Counters):
-        self._node, self.blocks, self._counters = node, blocks, counters
+        self.node, self.blocks, self._counters = node, blocks, counters
         self.turns = Turns()
         self._exact = WireDType.for_compute(blocks.compute_dtype)
         self._experts = dict(shape)
@@ -144,7 +144,7 @@ class Computer:
         """The refusal when the blocks have raised."""
         log.exception("layer %d could not be computed", layer)
         what = f"{type(error).__name__}: {error}"
-        message = f"node {self._node} failed to compute layer {layer} ({what})"
+        message = f"node {self.node} failed to compute layer {layer} ({what})"
         return ErrorReply(ErrorCode.INTERNAL, message)
 
     def cannot_carry(self, layer: int, dtype: WireDType) -> ErrorReply:
@@ -160,7 +160,7 @@ class Computer:
             return self._not_owned(dispatch)
         if dispatch.mode is ReplyMode.EXACT and dispatch.dtype is not self._exact:
             message = (
-                f"exact replies of node {self._node} travel as {self._exact.label}, the dtype it "
+                f"exact replies of node {self.node} travel as {self._exact.label}, the dtype it "
                 f"computes in, and {dispatch.dtype.label} was asked for"
             )
             return ErrorReply(ErrorCode.NUMERICS, message)
@@ -175,7 +175,7 @@ class Computer:
             return ErrorReply(ErrorCode.NOT_OWNED, message)
         missing = ids[~self._held[layer][ids]]
         more = f" and {len(missing) - 1} more of that layer" if len(missing) > 1 else ""
-        message = f"node {self._node} does not hold block ({layer}, {missing[0]}){more}"
+        message = f"node {self.node} does not hold block ({layer}, {missing[0]}){more}"
         return ErrorReply(ErrorCode.NOT_OWNED, message)
 
     def _reply(self, dispatch: Dispatch) -> Reply | ErrorReply:
