@@ -31,9 +31,6 @@ class Layer(Protocol):
     def ids(self) -> NDArray[np.intp]: ...
     @property
     def nbytes(self) -> int: ...
-    @property
-    def native(self) -> object:
-        """What native code computes one row at a time with, as `compute` would; None if nothing."""
 
     def outputs(self, x: mx.array, ids: mx.array, precise: bool) -> mx.array:
         """x (N, D) and ids (N, k) to each expert's own output, (N, k, D) in x's dtype."""
@@ -60,8 +57,6 @@ class Layer(Protocol):
 
 class MlxLayer:
     """A layer computed by the family's own switch module, in `dtype` whether precise or not."""
-
-    native = None
 
     def __init__(self, resident: ResidentLayer, dtype: mx.Dtype) -> None:
         self._resident, self._dtype = resident, dtype
@@ -96,7 +91,7 @@ class MlxLayer:
             pairs = slice(int(offsets[first]), int(offsets[last]))
             counts = offsets[first + 1 : last + 1] - offsets[first:last]
             values = _pairs(self._resident, x[first:last], counts, slots[pairs])
-            parts.append(values if mode == EXACT else _add_up(values, counts, weights[pairs]))
+            parts.append(values if mode == EXACT else add_up(values, counts, weights[pairs]))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -130,7 +125,7 @@ def _pairs(
     return np.asarray(y).reshape(len(slots), -1)
 
 
-def _add_up(
+def add_up(
     values: NDArray[np.float32], counts: Counts, weights: NDArray[np.float32]
 ) -> NDArray[np.float32]:
     """The weighted sum of each row's values, added one after the other: (R, D)."""

@@ -102,6 +102,11 @@ def _manager(platform: str | None = None) -> service.ServiceManager:
 def _config(values: dict[str, Any]) -> NodeConfig:
     """The config, with the key read. Raises UsageError for an address open to anyone."""
     config = NodeConfig(**values, key=cluster_key(values["key_file"], KEY_VARIABLE))
+    if (config.roster is None) == (config.join is None):
+        raise click.UsageError(
+            "say which nodes share the model with --roster, or take part in a network that runs "
+            "with --join URL; one of the two."
+        )
     if not (is_loopback(config.host) or config.key or config.insecure):
         raise click.UsageError(
             f"--host {config.host} lets other machines in: give --key-file FILE (made with "

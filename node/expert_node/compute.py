@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
 from time import perf_counter
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from expert_network import kernels
 from expert_network.net.rows import decode, encode
+from expert_network.store.manifest import LayerSpec
 from expert_node.metrics import Counters
 from expert_protocol.frames import (
     Dispatch,
@@ -29,6 +30,10 @@ log = logging.getLogger("expert_node")
 Ids = NDArray[np.integer]
 
 
+#: Gets blocks of a layer that a dispatch asks to adopt; the sentence of why not, or None.
+Take = Callable[[int, Ids], str | None]
+
+
 class Blocks(Protocol):
     """What computes: the part of a Partition that answers dispatches."""
 
@@ -38,6 +43,9 @@ class Blocks(Protocol):
 
     def owned(self, layer: int) -> Ids:
         """The experts of `layer` that are held, ascending."""
+
+    def hold(self, spec: LayerSpec, blocks: Mapping[int, memoryview]) -> None:
+        """Take blocks of one layer, by expert, that are not held yet. One caller at a time."""
 
     def compute(
         self,
@@ -118,27 +126,64 @@ class Computer:
         for layer, place in self.layers.items():
             self.held[place, blocks.owned(layer)] = True
         self._held = {layer: self.held[place] for layer, place in self.layers.items()}
+        #: How often the blocks have changed: what was asked of `native` before may be out of date.
+        self.version = 0
         #: What native code computes a row of a layer with; None for what the blocks compute.
         self.native: Callable[[int], object] = getattr(blocks, "native", lambda layer: None)
 
-    def change(self, layer: int, experts: Ids, change: Callable[[], None]) -> None:
-        """Run `change` between two dispatches; it makes the blocks hold `experts` of `layer`."""
-        held, now = self._held[layer], np.zeros(1 << 16, np.bool_)
-        now[experts] = True
-        with self.turns:
-            held &= now  # rows are looked up before their turn: no more of what goes
-            change()
-            held |= now
+    def answer(self, dispatch: Dispatch, take: Take | None = None) -> Reply | ErrorReply:
+        """The reply to `dispatch`, or why there is none. Any thread; waits for its turn.
 
-    def answer(self, dispatch: Dispatch) -> Reply | ErrorReply:
-        """The reply to `dispatch`, or why there is none. Any thread; waits for its turn."""
-        refusal = self._refusal(dispatch)
+        take: gets what it asks to adopt.
+        """
+        refusal = self._adopt(dispatch, take) or self._refusal(dispatch)
         if refusal is not None:
             return refusal
         try:
             return self._reply(dispatch)
         except Exception as error:
             return self.failed(dispatch.layer, error)
+
+    def held_here(self, layer: int, expert: int) -> bool:
+        """Whether dispatches for a block are answered. Any thread."""
+        return bool(self._held[layer][expert])
+
+    def hold(self, spec: LayerSpec, blocks: Mapping[int, memoryview]) -> None:
+        """Hold verified blocks of one layer, by expert, from now on. Any thread."""
+        with self.turns:
+            new = {
+                expert: data
+                for expert, data in blocks.items()
+                if not self.held_here(spec.layer, expert)
+            }
+            if new:
+                self.blocks.hold(spec, new)
+                self.version += 1
+                self._held[spec.layer][list(new)] = True
+
+    def change(self, layer: int, experts: Ids, change: Callable[[], None]) -> None:
+        """Run `change` between two dispatches; it makes the blocks hold `experts` of `layer`.
+
+        Any thread.
+        """
+        held, now = self._held[layer], np.zeros(1 << 16, np.bool_)
+        now[experts] = True
+        with self.turns:
+            held &= now  # rows are looked up before their turn: no more of what goes
+            change()
+            self.version += 1
+            held |= now
+
+    def _adopt(self, dispatch: Dispatch, take: Take | None) -> ErrorReply | None:
+        """See that what is to be adopted is held."""
+        if take is None or not dispatch.adopt:
+            return None
+        layer, ids = dispatch.layer, np.unique(dispatch.ids)
+        missing = ids[~self._held[layer][ids]]
+        if not len(missing) or missing[-1] >= self._experts[layer]:
+            return None
+        problem = take(layer, missing)
+        return None if problem is None else ErrorReply(ErrorCode.NO_BLOCK, problem)
 
     def failed(self, layer: int, error: Exception) -> ErrorReply:
         """The refusal when the blocks have raised."""

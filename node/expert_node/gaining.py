@@ -21,7 +21,7 @@ from expert_network.errors import (
     StoreCorrupt,
     StoreError,
 )
-from expert_network.experts.partition import Partition, partition_bytes
+from expert_network.experts.partition import Block, Partition, partition_bytes
 from expert_network.memory import available_memory
 from expert_network.net.auth import ClusterKey
 from expert_network.net.control import ControlClient
@@ -86,15 +86,15 @@ class Gaining:
                 if found is None:
                     return
                 held = np.union1d(self._partition.owned(layer), experts)
-                await in_thread(partial(self._fit, layer, held, found.__getitem__))
+                await in_thread(partial(self._fit, layer, held, found))
 
-    async def release(self, blocks: Blocks) -> None:
+    async def release(self, kept_now: Callable[[], Blocks]) -> None:
         """See Mover."""
-        for layer, experts in blocks.items():
+        for layer, _ in self._store.manifest.shape:
             held = self._partition.owned(layer)
-            kept = np.intersect1d(held, experts)
-            if len(kept) < len(held):
-                await in_thread(partial(self._fit, layer, kept, _not_read))
+            kept = np.intersect1d(held, kept_now()[layer])
+            if len(kept) < len(held) or self._partition.scattered(layer):
+                await in_thread(partial(self._fit, layer, kept, {}))
                 log.info("%d blocks of layer %d are let go", len(held) - len(kept), layer)
 
     def _missing(self, blocks: Blocks) -> dict[int, Ids]:
@@ -122,9 +122,9 @@ class Gaining:
 
     async def _take(
         self, sources: _Sources, layer: int, experts: Ids, going: Going
-    ) -> dict[int, bytes | memoryview] | None:
+    ) -> dict[int, Block] | None:
         """The blocks of one layer; None if that was ended."""
-        found: dict[int, bytes | memoryview] = {}
+        found: dict[int, Block] = {}
         waiting, ended = list(reversed(experts.tolist())), False
 
         async def work() -> None:
@@ -143,11 +143,11 @@ class Gaining:
             raise errors.exceptions[0] from None
         return None if ended else found
 
-    def _fit(self, layer: int, experts: Ids, read: Callable[[int], bytes | memoryview]) -> None:
+    def _fit(self, layer: int, experts: Ids, more: Mapping[int, Block]) -> None:
         """Make the partition hold `experts` of a layer. In a thread of its own."""
-        partition = self._partition
-        made = partition.fitted(layer, experts, read)
-        self._computer.change(layer, experts, partial(partition.put, layer, made))
+        partition, spec = self._partition, self._store.manifest.layer(layer)
+        made = partition.fitted(spec, experts, more)
+        self._computer.change(layer, experts, partial(partition.put, spec, made))
 
 
 class _Sources:
@@ -157,7 +157,7 @@ class _Sources:
         self._store, self._roster, self._clients = store, roster, dict(clients)
         self._failed: list[ExpertNetworkError] = []
 
-    async def block(self, layer: int, expert: int) -> tuple[bytes | memoryview, int]:
+    async def block(self, layer: int, expert: int) -> tuple[Block, int]:
         """A block, verified, and how many bytes of it came from a peer.
 
         Raises StoreCorrupt if a peer sent something wrong, else what the first of them failed with.
@@ -199,7 +199,3 @@ async def _fetched(client: ControlClient, spec: LayerSpec, expert: int) -> bytes
         problem = f"what node {client.url} sent as block ({spec.layer}, {expert}) is something else"
         raise StoreCorrupt(spec.file, problem, _LEAVE_OUT)
     return data
-
-
-def _not_read(expert: int) -> bytes:
-    raise KeyError(expert)  # a block that stays is held

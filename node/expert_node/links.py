@@ -24,7 +24,8 @@ from expert_network.errors import (
 )
 from expert_network.net.checksum import crc32
 from expert_network.net.stream import Buffer, FrameStream
-from expert_node.compute import Computer, Turns
+from expert_node.compute import Computer, Ids, Turns
+from expert_node.holdings import Holdings
 from expert_node.metrics import Counters
 from expert_node.single import Single
 from expert_protocol.connection import NodeConnection, NodeEvent
@@ -75,10 +76,12 @@ class Links:
         counters: Counters,
         hidden: Callable[[int], int],
         limits: Limits | None = None,
+        holdings: Holdings | None = None,
     ) -> None:
         self.welcome, self.model_type, self.computer = welcome, model_type, computer
         self.counters, self.hidden = counters, hidden
         self.limits = limits or Limits()
+        self.holdings = holdings
         #: Why no link may begin or go on, once the node is draining.
         self.ending: str | None = None
         self._links: dict[Link, Future[None]] = {}
@@ -156,6 +159,11 @@ class Links:
         self._links[link] = served
         return served
 
+    def wait_for_none(self, seconds: float) -> None:
+        """Block until no link is open, for `seconds` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._links, seconds)
+
     def drain(self, reason: str, seconds: float) -> int:
         """End all links, each after the dispatch it is computing; how many had to be cut off.
 
@@ -220,6 +228,8 @@ class Link:
         # Around every frame that goes out: no WORKING inside of a REPLY, and none after it.
         self._sending = Turns()
         self._dispatches = 0
+        #: Where its driver says that blocks may be.
+        self._peers: tuple[str, ...] = ()
         self._single: Single | None = None
         if links.computer.layers and Single.there:
             self._single = Single(
@@ -307,10 +317,10 @@ class Link:
         single = self._single
         while self._links.ending is None:
             if single is not None:
-                refusal = single.serve(self._links, self._limits.send)
-                if refusal is not None:
+                answer = single.serve(self._links, self._limits.send)
+                if answer is not None:
                     with self._sending:
-                        self._answer(refusal)
+                        self._answer(answer)
                     continue
                 if self._links.ending is not None:
                     return
@@ -341,6 +351,7 @@ class Link:
         """Answer the HELLO; False if with a refusal."""
         refusal = self._refusal(hello)
         if refusal is None:
+            self._peers = hello.peers
             self._send(self._connection.welcome(self._links.welcome))
             return True
         self._links.counters.refused(refusal.code)
@@ -371,11 +382,16 @@ class Link:
 
     def _compute(self, dispatch: Dispatch) -> None:
         self._since = monotonic()
-        answer = self._links.computer.answer(dispatch)
+        answer = self._links.computer.answer(dispatch, self._take)
         self._dispatches += 1
         with self._sending:
             self._since = None
             self._answer(answer)
+
+    def _take(self, layer: int, experts: Ids) -> str | None:
+        """See Take: from the disk, else from the peers that this driver names."""
+        holdings = self._links.holdings
+        return "it adopts none" if holdings is None else holdings.adopt(layer, experts, self._peers)
 
     def _answer(self, answer: Reply | ErrorReply) -> None:
         if isinstance(answer, Reply):

@@ -1,8 +1,8 @@
 """Joining and leaving: the roster that a node serves, and at most one that is proposed to it.
 
 A proposer asks all nodes of the old and of the new roster. Each begins to gain the blocks that the
-new one gives it and still answers for the old one. When all are ready they flip; what a node lost it
-keeps for a while, until drivers have flipped too. Of two proposals the one of the higher epoch,
+new one gives it and still answers for the old one. When all are ready they flip; what a node lost
+it keeps for a while, until drivers have flipped too. Of two proposals the one of the higher epoch,
 then of the higher digest, goes first. docs/roster.md has the rules.
 
 `Membership` decides; what moves blocks is handed to it as a `Mover`.
@@ -109,8 +109,8 @@ class Mover(Protocol):
         going: is told of bytes that are held now; False ends it. Raises ExpertNetworkError.
         """
 
-    async def release(self, blocks: Blocks) -> None:
-        """Hold no others."""
+    async def release(self, kept: Callable[[], Blocks]) -> None:
+        """Hold no others. `kept` is asked again as it goes on: more may be wanted meanwhile."""
 
     @property
     def fetched(self) -> int:
@@ -161,7 +161,7 @@ class Membership:
         self._pending: _Pending | None = None
         self._release_at: float | None = None
         self._look_at = monotonic()
-        self._changed = asyncio.Event()
+        self._changed, self._begun = asyncio.Event(), asyncio.Event()
 
     # What is said and asked
 
@@ -243,6 +243,12 @@ class Membership:
 
     # What is done, one thing after the other
 
+    async def is_member(self) -> None:
+        """Until this node is in the roster that it serves."""
+        while self.name not in self.roster.names:
+            self._begun.clear()
+            await self._begun.wait()
+
     async def run(self) -> None:
         """Gain, give up, release and catch up, as each falls due. Never returns."""
         while True:
@@ -254,7 +260,7 @@ class Membership:
                 await self._gain(pending)
             elif self._release_at is not None and self._may_release(now):
                 self._release_at = None
-                await self._mover.release(self._kept())
+                await self._mover.release(self._kept)
             elif now >= self._look_at:
                 await self._look()
             else:
@@ -357,6 +363,7 @@ class Membership:
         self._release_at = monotonic() + self._times.grace
         log.info("node %s begins epoch %d", self.name, self.roster.epoch)
         self._flipped(self.roster)
+        self._begun.set()
 
     def _give_up(self, pending: _Pending, why: str) -> None:
         log.warning("epoch %d is given up: %s", pending.proposal.roster.epoch, why)

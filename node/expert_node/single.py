@@ -25,6 +25,7 @@ from expert_protocol.connection import NodeConnection, NodeEvent
 from expert_protocol.frames import (
     Dispatch,
     ErrorReply,
+    Reply,
     ReplyMode,
     WireDType,
     dispatch_size,
@@ -94,6 +95,7 @@ class Single:
         #: The native side of all this; None when some of it has changed.
         self._single: object = None
         self._error: Exception | None = None
+        self._version = computer.version
         #: The node's, which replies carry where it is later than that of their dispatch.
         self._epoch = 0
 
@@ -108,7 +110,7 @@ class Single:
             return
         layer, dtype, precise = dispatch.layer, dispatch.dtype, dispatch.precise
         hidden = self._hidden(layer)
-        head, due = heads_of_one_row(layer, dispatch.epoch, dtype, precise, hidden)
+        head, due = heads_of_one_row(layer, dispatch.epoch, dtype, precise, hidden, dispatch.adopt)
         if head in self._known:
             return
         if hidden > self._row.size:
@@ -127,15 +129,17 @@ class Single:
         self._experts = (*self._experts, self._computer.native(layer))
         self._single = None
 
-    def serve(self, links: Ending, send_timeout: float) -> ErrorReply | None:
+    def serve(self, links: Ending, send_timeout: float) -> Reply | ErrorReply | None:
         """Answer what comes until it is anything else, or `links` end.
 
-        Anything else is then the stream's; a refusal is for the connection to say. Raises
+        Anything else is then the stream's; an answer is for the connection to give. Raises
         NodeTimeout or NodeClosed if a reply cannot be sent; the stream's timeout is `send_timeout`.
         """
         stream, lane = self._stream, self._lane
         if not (self._forms and stream.quiet):
             return None
+        if self._version != self._computer.version:
+            self._renew()
         lane[_SEQUENCE] = self._connection.sequence
         single, result = self._ready(), _ANSWERED
         while result == _ANSWERED and links.ending is None:
@@ -149,7 +153,7 @@ class Single:
             self._connection.skip_to(sequence)
             stream.take_over(moved if result == _LEFT else 0, int(lane[_BEGAN]) / 1e9)
             return None
-        return self._refuse(sequence, result)
+        return self._answer(sequence, result)
 
     @property
     def since(self) -> float | None:
@@ -216,17 +220,30 @@ class Single:
             self._asked[which, pairs] = asked
         return asked
 
-    def _refuse(self, sequence: int, result: int) -> ErrorReply:
-        """Let the connection meet the dispatch, which lies where it came; why it is refused."""
+    def _renew(self) -> None:
+        """Ask anew what native code computes with: the blocks have changed."""
+        self._version = self._computer.version
+        self._experts = tuple(self._computer.native(form.layer) for form in self._forms)
+        self._single = None
+
+    def _answer(self, sequence: int, result: int) -> Reply | ErrorReply:
+        """Let the connection meet the dispatch, which lies where it came, and answer it."""
         connection, memory, lane = self._connection, self._memory, self._lane
         connection.skip_to(sequence - 1)
         connection.feed(memory[:HEADER_SIZE])
-        connection.feed(memory[HEADER_SIZE : HEADER_SIZE + connection.needs])
+        event = connection.feed(memory[HEADER_SIZE : HEADER_SIZE + connection.needs])
         lane[_SINCE] = 0
         form, error = self._forms[int(lane[_WHICH])], self._error
         self._error = None
         if result == _NOT_FINITE:
             return self._computer.cannot_carry(form.layer, form.dtype)
+        if (
+            error is None
+            and self._version != self._computer.version
+            and isinstance(event, Dispatch)
+        ):
+            # It names a block that came after native code had learned what is here.
+            return self._computer.answer(event)
         return self._computer.failed(form.layer, error or MemoryError("for a row"))
 
     def _of(self, hidden: int) -> NDArray[np.float32]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from expert_network import places
+from expert_network.commandline import progress
 from expert_network.errors import OutOfMemory
+from expert_network.net.fetch import fetch_store
 from expert_network.store.reader import Store
 from expert_network.units import size
 from expert_node.config import NodeConfig
+from expert_node.joining import invitation
 from expert_roster.rendezvous import partition
 from expert_roster.roster import Roster
 
@@ -29,6 +33,8 @@ class Startup:
     roster: Roster
     store: Store
     blocks: Mapping[int, NDArray[np.intp]]
+    #: Where other nodes are, by name, as far as that is known.
+    addresses: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def block_count(self) -> int:
@@ -37,11 +43,30 @@ class Startup:
 
 
 def read(config: NodeConfig) -> Startup:
-    """Read roster and store. Raises RosterError, StoreError and their kin."""
+    """Read roster and store. Raises RosterError, StoreError and their kin.
+
+    With --join the network is asked for both, and the node begins without blocks; raises what it
+    fails with, then.
+    """
+    if config.join is not None:
+        return asyncio.run(_invited(config, config.join))
+    assert config.roster is not None
     roster = Roster.from_spec(config.roster, _read_text, config.replicas)
     roster.index(config.me)
     store = Store.open(_store_path(config))
     return Startup(config.me, roster, store, partition(roster, config.me, store.manifest.shape))
+
+
+async def _invited(config: NodeConfig, join: str) -> Startup:
+    """What a node that joins begins with."""
+    urls = [url.strip() for url in join.split(",")]
+    invited = await invitation(urls, config.key, config.me)
+    digest, home = invited.model_digest, places.home(config.home)
+    path = places.cache_dir(home) / digest if config.store is None else _folder(config.store)
+    with progress() as report:
+        await fetch_store(list(invited.addresses.values()), path, config.key, digest, report)
+    start = invited.without(config.me)
+    return Startup(config.me, start.roster, Store.open(path, blocks=False), {}, start.addresses)
 
 
 def check_memory(startup: Startup, partition_bytes: int, available: int) -> None:
@@ -55,6 +80,10 @@ def check_memory(startup: Startup, partition_bytes: int, available: int) -> None
     )
     advice = "give the node a smaller weight in the roster, or add nodes to it"
     raise OutOfMemory(what, needed, available, advice)
+
+
+def _folder(path: str) -> Path:
+    return Path(path).expanduser()
 
 
 def _read_text(path: str) -> str:

@@ -42,6 +42,7 @@ from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import Hello, ReplyMode, Welcome, dispatch_size, reply_size
 from expert_protocol.header import HEADER_SIZE, VERSION
 from expert_roster.roster import Roster
+from tests.support.fixed_blocks import FixedBlocks
 
 DIGEST = "0" * 64
 EXPERTS, TOP = 64, 8
@@ -96,7 +97,7 @@ def bare(out: Sequence[int], back: Sequence[int]) -> Iterator[Callable[[], None]
 # Our nodes: `python -m tests.bench.fanout node NAME NODES HIDDEN`
 
 
-class EmptyBlocks:
+class EmptyBlocks(FixedBlocks):
     """Experts that take no time: all of them, in every node, native ones for single rows."""
 
     compute_dtype = "float32"

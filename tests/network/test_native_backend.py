@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +16,7 @@ from expert_network.backend import Backend
 from expert_network.errors import NotOwned
 from expert_network.experts.layers import EXACT, SUM, MlxLayer
 from expert_network.experts.native_backend import NativeLayer
-from expert_network.experts.partition import Loader, Partition, _computing
+from expert_network.experts.partition import Partition, _computing
 from expert_network.model.host import HostArray
 from tests.support.switches import (
     EXPERTS,
@@ -149,12 +148,9 @@ def test_what_kernels_do_not_know(kind: Kind) -> None:
     assert [type(layer) for layer in layers] == [NativeLayer, MlxLayer]
     x, ids = rows(3), mx.array(routes(3))
     assert distance(layers[1].outputs(x, ids, False), as_float32(kind)(x, ids)) < 1e-4
-    loader = cast(
-        Loader, SimpleNamespace(backend=backend, manifest=SimpleNamespace(dtype="bfloat16"))
-    )
-    part = Partition(layers[1:], loader)
+    part = Partition(layers[1:], backend, "bfloat16")
     assert part.kernels == "native avx2, int8 (f32 when asked); layers 5 mlx-cpu"
-    assert Partition(layers[:1], loader).kernels.endswith("(f32 when asked)")
+    assert Partition(layers[:1], backend, "bfloat16").kernels.endswith("(f32 when asked)")
 
 
 def test_a_subclass_is_not_known() -> None:

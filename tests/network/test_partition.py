@@ -147,7 +147,7 @@ def test_parts(store: Store, mode: int, monkeypatch: pytest.MonkeyPatch) -> None
     part = load_partition(store, BLOCKS, detect("mlx"))
     asked = dispatch([3, 1, 2, 2, 5, 1, 1])
     whole = part.compute(0, mode, **asked)
-    monkeypatch.setattr(cast(Any, part._layers[0])._resident, "most_pairs", 4)
+    monkeypatch.setattr(cast(Any, part._parts[0][0])._resident, "most_pairs", 4)
     assert np.array_equal(part.compute(0, mode, **asked), whole)
 
 
@@ -232,23 +232,32 @@ def test_memory(tmp_path: Path) -> None:
     assert served < size + 300e6
 
 
-KERNELS = ("native", "mlx") if kernels.available() else ("mlx",)
+def together(store: Store, layer: int, experts: list[int]) -> Partition:
+    return load_partition(store, {layer: np.array(experts)}, detect())
+
+
+def taken(store: Store, layer: int, experts: list[int]) -> dict[int, bytes]:
+    return {expert: bytes(store.read_block(layer, expert)) for expert in experts}
+
+
+def fit(part: Partition, store: Store, layer: int, experts: list[int]) -> None:
+    """Hold these experts of a layer alone; the store gives what is not held."""
+    missing = [expert for expert in experts if not part.holds(layer, expert)]
+    spec = store.manifest.layer(layer)
+    part.put(spec, part.fitted(spec, np.array(experts, np.intp), taken(store, layer, missing)))
+
+
+KERNELS: tuple[Kernels, ...] = ("native", "mlx") if kernels.available() else ("mlx",)
 
 
 @pytest.mark.parametrize("chosen", KERNELS)
 def test_what_is_held_changes(store: Store, chosen: Kernels) -> None:
     """A layer gains blocks and gives others up, and computes the bits of one loaded so at once."""
-    part = load_partition(store, BLOCKS, detect(chosen))
-    read: list[int] = []
-
-    def block(expert: int) -> memoryview:
-        read.append(expert)
-        return store.read_block(0, expert)
-
-    made = part.fitted(0, np.array([7, 5, 2]), block)
+    part, spec = load_partition(store, BLOCKS, detect(chosen)), store.manifest.layer(0)
+    made = part.fitted(spec, np.array([7, 5, 2]), taken(store, 0, [5]))
     assert part.owned(0).tolist() == [0, 2, 3, 7]  # until it is put
-    part.put(0, made)
-    assert (part.owned(0).tolist(), read, part.blocks) == ([2, 5, 7], [5], 4)
+    part.put(spec, made)
+    assert (part.owned(0).tolist(), part.blocks) == ([2, 5, 7], 4)
     alike = load_partition(store, {0: np.array([2, 5, 7])}, detect(chosen))
     for mode in (SUM, EXACT):
         asked = dispatch([1, 3, 2], [2, 5, 7])
@@ -263,17 +272,13 @@ def test_what_is_held_changes(store: Store, chosen: Kernels) -> None:
 def test_a_layer_comes_and_goes(store: Store, chosen: Kernels) -> None:
     """The last block of a layer can be given up, and the first one gained."""
     part = load_partition(store, {0: np.array([1])}, detect(chosen))
-    part.put(0, part.fitted(0, np.array([], np.intp), store_fails))
-    part.put(1, part.fitted(1, np.array([6]), lambda expert: store.read_block(1, expert)))
+    fit(part, store, 0, [])
+    fit(part, store, 1, [6])
     assert (part.owned(0).tolist(), part.owned(1).tolist(), part.blocks) == ([], [6], 1)
-    part.put(0, part.fitted(0, np.array([4]), lambda expert: store.read_block(0, expert)))
+    fit(part, store, 0, [4])
     asked = dispatch([2], [4])
     alike = load_partition(store, {0: np.array([4])}, detect(chosen))
     assert part.compute(0, SUM, **asked).tobytes() == alike.compute(0, SUM, **asked).tobytes()
-
-
-def store_fails(expert: int) -> bytes:
-    raise AssertionError(f"block {expert} was read")
 
 
 @pytest.mark.skipif(not kernels.available(), reason="there are no native kernels here")
@@ -281,7 +286,72 @@ def test_native_code_goes_on_with_new_experts(store: Store) -> None:
     """What native code was given for a layer stays the same object, whatever the layer holds."""
     part = load_partition(store, BLOCKS, detect("native"))
     given = part.native(0)
-    part.put(0, part.fitted(0, np.array([1]), lambda expert: store.read_block(0, expert)))
+    assert given is not None
+    fit(part, store, 0, [1])
     assert part.native(0) is given
-    part.put(0, None)
+    fit(part, store, 0, [])
+    fit(part, store, 0, [1, 3])
     assert part.native(0) is given
+    part.hold(store.manifest.layer(0), taken(store, 0, [5]))
+    assert part.native(0) is None  # in two parts: one call is not enough
+    fit(part, store, 0, [3, 5])
+    assert part.native(0) is given
+
+
+@pytest.mark.parametrize("precise", [True, False], ids=["precise", "fast"])
+@pytest.mark.parametrize("counts", [[3], [2, 1, 4], [8] * 40], ids=["one", "few", "many"])
+def test_blocks_taken_later_compute_as_if_loaded(
+    store: Store, counts: list[int], precise: bool
+) -> None:
+    """Outputs of blocks that were taken one by one have the bits of blocks loaded together."""
+    part = load_partition(store, {0: np.array([0, 2])}, detect())
+    for group in ([7], [3, 5], [1]):
+        part.hold(store.manifest.layer(0), taken(store, 0, group))
+    held = [0, 1, 2, 3, 5, 7]
+    assert part.owned(0).tolist() == held and part.blocks == 6
+    asked = dispatch(counts, held)
+    whole = together(store, 0, held)
+    made, expected = (each.compute(0, EXACT, **asked, precise=precise) for each in (part, whole))
+    assert np.array_equal(made, expected)
+    made, expected = (each.compute(0, SUM, **asked, precise=precise) for each in (part, whole))
+    assert np.allclose(made, expected, rtol=1e-5, atol=1e-5)
+    for expert in held:
+        assert part.block_bytes(0, expert) == bytes(store.read_block(0, expert))
+
+
+def test_a_layer_that_was_not_there_is_taken(store: Store) -> None:
+    """A layer of which nothing was loaded can be taken too."""
+    part = load_partition(store, {0: np.array([0])}, detect())
+    part.hold(store.manifest.layer(1), taken(store, 1, [4, 6]))
+    asked = dispatch([2, 2], [4, 6])
+    expected = together(store, 1, [4, 6]).compute(1, EXACT, **asked)
+    assert np.array_equal(part.compute(1, EXACT, **asked), expected)
+
+
+def test_what_is_not_held_is_never_computed(store: Store) -> None:
+    """With blocks taken later too a missing one raises NotOwned, and so does one given back."""
+    part = load_partition(store, {0: np.array([0, 2])}, detect())
+    part.hold(store.manifest.layer(0), taken(store, 0, [3]))
+    with pytest.raises(NotOwned):
+        part.compute(0, EXACT, **dispatch([3, 3], [0, 3, 5]))
+    fit(part, store, 0, [2, 3])
+    assert part.owned(0).tolist() == [2, 3]
+    with pytest.raises(NotOwned):
+        part.compute(0, EXACT, **dispatch([3], [0]))
+    fit(part, store, 0, [])
+    assert part.blocks == part.nbytes == 0
+
+
+def test_blocks_that_come_one_by_one_are_put_together(store: Store) -> None:
+    """However many come, a dispatch is at most MOST_PARTS calls, and the bits stay the same."""
+    part = load_partition(store, {}, detect())
+    spec = store.manifest.layer(0)
+    for _ in range(2):
+        for expert in range(spec.experts):
+            part.hold(spec, taken(store, 0, [expert]))
+        asked = dispatch([4, 4], range(spec.experts))
+        whole = together(store, 0, list(range(spec.experts)))
+        assert np.array_equal(part.compute(0, EXACT, **asked), whole.compute(0, EXACT, **asked))
+        fit(part, store, 0, list(range(spec.experts)))
+        assert (part.native(0) is None) == (whole.native(0) is None)
+        fit(part, store, 0, [])

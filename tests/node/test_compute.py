@@ -15,6 +15,7 @@ from expert_node.compute import Computer, Turns
 from expert_node.compute import _Turns as PythonTurns
 from expert_node.metrics import Counters
 from expert_protocol.frames import Dispatch, ErrorCode, ErrorReply, Reply, ReplyMode, WireDType
+from tests.support.fixed_blocks import FixedBlocks
 from tests.support.wire import KINDS_OF_ROWS
 
 HIDDEN = 4
@@ -22,7 +23,7 @@ SHAPE = [(0, 6), (3, 6)]
 
 
 @dataclass
-class FakeBlocks:
+class FakeBlocks(FixedBlocks):
     """Holds experts 1 and 4 of layer 3; a row's result is the row times `factor`, for each pair."""
 
     compute_dtype: str = "float32"

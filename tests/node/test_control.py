@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from expert_node.compute import Computer
 from expert_node.control import PIECE, application
 from expert_node.handover import UPGRADE
 from expert_node.links import Links
+from expert_node.membership import Blocks, Membership
 from expert_node.startup import Startup
 from expert_node.state import NodeState, Phase, Serving
 from expert_roster.rendezvous import partition
@@ -57,6 +58,21 @@ class FakePartition:
         return block(layer, expert)[::-1]
 
 
+class FakeMover:
+    """Has every block."""
+
+    fetched = drivers = 0
+
+    def missing(self, blocks: Blocks) -> int:
+        return 0
+
+    async def gain(self, blocks: Blocks, *rest: Any) -> None:
+        return
+
+    async def release(self, kept: Callable[[], Blocks]) -> None:
+        return
+
+
 @pytest.fixture
 def state(tmp_path: Path) -> NodeState:
     """Node a of a,b: loaded, with a store of two layers of three experts."""
@@ -67,7 +83,10 @@ def state(tmp_path: Path) -> NodeState:
     held = cast(Partition, FakePartition(blocks))
     computer = Computer("a", held, store.manifest.shape, state.counters)
     links = Links(welcome(), "made_up", computer, state.counters, lambda layer: 64)
-    state.serving, state.phase = Serving(held, links), Phase.OK
+    membership = Membership(
+        "a", store.digest, store.manifest.shape, ROSTER, FakeMover(), lambda roster: None
+    )
+    state.serving, state.phase = Serving(held, links, membership), Phase.OK
     return state
 
 

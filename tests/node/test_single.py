@@ -31,6 +31,7 @@ from expert_protocol.frames import (
     WireDType,
     Working,
 )
+from tests.support.fixed_blocks import FixedBlocks
 from tests.support.links import DriverLink
 from tests.support.wire import dispatch, hello, hidden, welcome
 
@@ -41,7 +42,7 @@ SHAPE = [(layer, 8) for layer in range(4)]
 
 
 @dataclass
-class Blocks:
+class Blocks(FixedBlocks):
     """All experts but 7; a row's result is the row times the sum of its weights."""
 
     compute_dtype: str = "float32"

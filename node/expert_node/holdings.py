@@ -1,0 +1,104 @@
+"""Blocks that a node takes over while it serves: from its disk, else from a peer, verified."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+from expert_network.errors import ExpertNetworkError, StoreCorrupt
+from expert_network.net.auth import ClusterKey
+from expert_network.net.control import ControlClient
+from expert_network.store.manifest import LayerSpec
+from expert_network.store.reader import Store
+from expert_network.units import size
+from expert_node.compute import Computer, Ids
+
+log = logging.getLogger("expert_node")
+
+#: For one peer to answer with a block, and without a byte from it.
+PEER_S, PEER_SILENCE_S = 60.0, 2.0
+#: Bytes of memory that stay free whatever is adopted.
+SPARE_BYTES = 200_000_000
+
+
+class Holdings:
+    """What a node holds beside its partition, and how it gets more.
+
+    key: the cluster's. room: how many bytes of memory are available.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        store: Store,
+        computer: Computer,
+        key: ClusterKey | None,
+        room: Callable[[], int],
+    ) -> None:
+        self._node, self._store, self._computer = node, store, computer
+        self._key, self._room = key, room
+        # Two drivers that miss the same node ask for the same blocks.
+        self._one = Lock()
+
+    def adopt(self, layer: int, experts: Ids, peers: Sequence[str]) -> str | None:
+        """Hold blocks from now on; None, or the sentence of why one of them cannot be.
+
+        Blocks for as long as that takes: PEER_S for each peer that has none. Any thread.
+        """
+        spec = self._store.manifest.layer(layer)
+        with self._one:
+            wanted = [e for e in experts.tolist() if not self._computer.held_here(layer, e)]
+            needed, free = len(wanted) * spec.block_bytes, self._room() - SPARE_BYTES
+            if needed > free:
+                return (
+                    f"node {self._node} has no memory for block ({layer}, {wanted[0]}), "
+                    f"{size(needed)} and {size(max(0, free))} free; add a node, or replicas"
+                )
+            blocks, reasons = {}, []
+            for expert in wanted:
+                try:
+                    blocks[expert] = self._store.read_block(layer, expert)
+                except ExpertNetworkError as error:
+                    reasons.append(str(error))
+            rest = [expert for expert in wanted if expert not in blocks]
+            if rest:
+                blocks |= asyncio.run(self._from_peers(spec, rest, peers))
+            missing = [expert for expert in wanted if expert not in blocks]
+            if missing:
+                log.warning("block (%d, %d) is not to be had: %s", layer, missing[0], reasons[0])
+                return (
+                    f"node {self._node} has no block ({layer}, {missing[0]}) on its disk, and none "
+                    f"of {len(peers)} peers gives it; start a node that holds it"
+                )
+            self._computer.hold(spec, blocks)
+            log.info("adopted %s of layer %d", ", ".join(map(str, wanted)), layer)
+        return None
+
+    async def _from_peers(
+        self, spec: LayerSpec, experts: Sequence[int], peers: Sequence[str]
+    ) -> dict[int, memoryview]:
+        """The blocks that a peer has, each from the first that gives it."""
+        found = await asyncio.gather(*(self._from_one(spec, expert, peers) for expert in experts))
+        return {e: block for e, block in zip(experts, found, strict=True) if block is not None}
+
+    async def _from_one(
+        self, spec: LayerSpec, expert: int, peers: Sequence[str]
+    ) -> memoryview | None:
+        for url in peers:
+            try:
+                async with ControlClient(
+                    url, self._key, total=PEER_S, silence=PEER_SILENCE_S
+                ) as peer:
+                    path = f"/block/{spec.layer}/{expert}"
+                    data = await peer.get_bytes(path, spec.block_bytes)
+                if hashlib.sha256(data).hexdigest() != spec.sha256[expert]:
+                    problem = f"block ({spec.layer}, {expert}) does not match its sha256"
+                    raise StoreCorrupt(url, problem, "it was left; verify the store there")
+            except ExpertNetworkError as error:
+                log.warning("no block (%d, %d) from %s: %s", spec.layer, expert, url, error)
+            else:
+                return memoryview(data)
+        return None
