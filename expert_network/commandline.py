@@ -100,8 +100,13 @@ def cluster_key(file: Path | None, variable: str) -> ClusterKey | None:
         return ClusterKey.from_text(text, variable) if text else None
     found = ClusterKey.read(file)
     if warning := key_file_warning(file):
-        click.echo(f"warning: {warning}", err=True)
+        warn(warning)
     return found
+
+
+def warn(sentence: str) -> None:
+    """Say on stderr what somebody may want to do something about."""
+    click.echo(f"warning: {sentence}", err=True)
 
 
 def run_command(command: click.Command, argv: Sequence[str] | None, prog: str) -> int:

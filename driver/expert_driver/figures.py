@@ -75,6 +75,11 @@ class NodeFigures:
     queue_us: int = 0
     compute_us: int = 0
 
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.dispatches = self.rows = self.pairs = self.sent = self.received = 0
+        self.queue_us = self.compute_us = 0
+
     def add(
         self,
         dispatches: int,
@@ -101,6 +106,7 @@ class NetworkFigures:
 
     Those of a single row are counted apart: a token that is generated costs one in each layer.
     `single_s` are their durations in seconds, `single_bytes` what they sent and received.
+    `failovers`: how often a node's part was asked of others, since it did not answer.
     """
 
     mode: str
@@ -110,6 +116,7 @@ class NetworkFigures:
     dispatches: int = 0
     singles: int = 0
     single_bytes: int = 0
+    failovers: int = 0
     single_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def count(self, rows: int, seconds: float, traffic: int) -> None:
@@ -122,8 +129,9 @@ class NetworkFigures:
 
     def reset(self) -> None:
         """Start counting anew."""
-        self.nodes = [NodeFigures(node.name) for node in self.nodes]
-        self.dispatches = self.singles = self.single_bytes = 0
+        for node in self.nodes:
+            node.reset()
+        self.dispatches = self.singles = self.single_bytes = self.failovers = 0
         self.single_s.clear()
 
     @property
@@ -165,6 +173,8 @@ def lines(
         f"{duration(network.layer_s)} per layer (median), "
         f"{size(network.bytes_per_token)} per token",
     ]
+    if network.failovers:
+        found.append(f"failovers: {network.failovers} parts of a layer were asked of other nodes")
     return [*found, *where, *shares(network.nodes)]
 
 

@@ -21,7 +21,7 @@ from expert_driver.stopping import Stop
 from expert_driver.text import Text
 from expert_network import places
 from expert_network.backend import Backend, detect, start_kernels_at_once
-from expert_network.commandline import progress
+from expert_network.commandline import progress, warn
 from expert_network.errors import InputError, OutOfMemory
 from expert_network.experts.partition import Blocks, load_partition, partition_bytes
 from expert_network.memory import available_memory
@@ -33,6 +33,7 @@ from expert_network.store.reader import Store
 from expert_network.transfer import transfer_for
 from expert_protocol.dtypes import WireDType
 from expert_protocol.frames import Hello, dispatch_size
+from expert_protocol.greetings import MAX_PEERS
 from expert_protocol.header import VERSION
 
 WORKING_BYTES = 200_000_000  # besides the weights: activations, a small KV cache, the interpreter
@@ -121,9 +122,10 @@ def connect(config: NetworkConfig, manifest: Manifest, backend: Backend) -> Netw
         dtypes=(wanted.wire,),
         numerics=backend.numerics(compute),
         exact=config.exact,
+        peers=config.nodes[:MAX_PEERS],
     )
     opener = Opener(config.key, hello, lambda layer: manifest.layer(layer).hidden)
-    return Network(config.nodes, wanted, opener.open)
+    return Network(config.nodes, wanted, opener.open, warn)
 
 
 def choose_wire(config: NetworkConfig, compute_dtype: str) -> WireDType:

@@ -16,7 +16,7 @@ from expert_network.errors import ExpertNetworkError
 from expert_network.net.stream import FrameStream
 from expert_protocol.connection import NodeConnection, NodeEvent
 from expert_protocol.dtypes import WireDType
-from expert_protocol.frames import Dispatch, Hello, Ping, Reply, ReplyMode, Welcome
+from expert_protocol.frames import Dispatch, ErrorCode, Hello, Ping, Reply, ReplyMode, Welcome
 from expert_protocol.header import VERSION
 from expert_roster.roster import Roster
 
@@ -50,6 +50,10 @@ class FakeLink:
                 self.node.pings += 1
                 self.stream.send(self.connection.pong())
             case Dispatch():
+                if event.adopt and not self.node.adopts:
+                    refused = f"node {self.node.welcome.node} has no such block; add a node"
+                    self.stream.send(self.connection.error(ErrorCode.NO_BLOCK, refused))
+                    return
                 self.node.dispatches.append(kept(event))
                 self.node.behave(self, event)
 
@@ -82,6 +86,8 @@ class FakeNode:
         self.welcome = Welcome(**fields | welcome)
         self.behave: Callable[[FakeLink, Dispatch], None] = answer
         self.greet: Callable[[FakeLink], None] = welcomed
+        #: Whether it can get the blocks of others.
+        self.adopts = False
         self.hellos: list[Hello] = []
         self.dispatches: list[Dispatch] = []
         self.pings = 0
@@ -110,7 +116,9 @@ class FakeNode:
         link.run()
 
     def stop(self) -> None:
-        """End every link and listen no more."""
+        """End every link and listen no more. Stopping again does nothing."""
+        if self._listener.fileno() < 0:
+            return
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for link in self.links:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from expert_network.errors import NetworkMismatch, RosterError
 from expert_protocol.dtypes import WireDType
 from expert_protocol.greetings import Welcome
 from expert_protocol.header import VERSION
-from expert_roster.rendezvous import owner_table
+from expert_roster.rendezvous import owner_order, owner_table
 from expert_roster.roster import Roster
 
 Shape = Sequence[tuple[int, int]]
@@ -68,16 +68,21 @@ class Agreement:
     """`nodes` in the order of their roster, whatever order they were given in.
 
     `chosen` maps a layer to int32 (experts,): the position in `nodes` of the first owner that is
-    there.
+    there, or else of the first node of the owner order. That one does not own the block and is to
+    adopt it: `adopted` says so, bool (experts,), of the layers with such blocks.
     """
 
     roster: Roster
     nodes: tuple[Greeting, ...]
     chosen: dict[int, npt.NDArray[np.int32]]
+    adopted: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
 
-def agree(greetings: Sequence[Greeting], wanted: Wanted) -> Agreement:
-    """Check all nodes against each other and against `wanted`. Raises NetworkMismatch."""
+def agree(greetings: Sequence[Greeting], wanted: Wanted, away: int = 0) -> Agreement:
+    """Check all nodes against each other and against `wanted`. Raises NetworkMismatch.
+
+    away: how many nodes were asked for and do not answer; others adopt what only those own.
+    """
     for greeting in greetings:
         _check_version(greeting)
     _check_names(greetings)
@@ -89,7 +94,7 @@ def agree(greetings: Sequence[Greeting], wanted: Wanted) -> Agreement:
         _check_numerics(greetings, wanted)
     roster = max((greeting.roster for greeting in greetings), key=lambda roster: roster.epoch)
     nodes = tuple(sorted(greetings, key=lambda greeting: roster.index(greeting.name)))
-    return Agreement(roster, nodes, _choose(roster, nodes, wanted.shape))
+    return _choose(roster, nodes, wanted.shape, away)
 
 
 def _check_version(greeting: Greeting) -> None:
@@ -180,24 +185,33 @@ def _check_numerics(greetings: Sequence[Greeting], wanted: Wanted) -> None:
             )
 
 
-def _choose(
-    roster: Roster, nodes: Sequence[Greeting], shape: Shape
-) -> dict[int, npt.NDArray[np.int32]]:
-    """Position in `nodes` of the first owner present, by layer. Raises if one has none."""
+def _choose(roster: Roster, nodes: tuple[Greeting, ...], shape: Shape, away: int) -> Agreement:
+    """The agreement. Raises if a block has no owner among `nodes`, and no node is away."""
     position = np.full(len(roster.names), -1, np.int32)
     for place, greeting in enumerate(nodes):
         position[roster.index(greeting.name)] = place
     chosen: dict[int, npt.NDArray[np.int32]] = {}
+    adopted: dict[int, npt.NDArray[np.bool_]] = {}
     missing: list[tuple[int, int, str]] = []
     for layer, owners in owner_table(roster, shape).items():
         places = position[owners]
-        first = (places >= 0).argmax(axis=1)
-        chosen[layer] = places[np.arange(len(places)), first]
-        for expert in np.flatnonzero(chosen[layer] < 0).tolist():
+        chosen[layer] = first_of(places)
+        without = np.flatnonzero(chosen[layer] < 0)
+        if len(without) and away:
+            chosen[layer][without] = first_of(position[owner_order(roster, layer, without)])
+            adopted[layer] = np.isin(np.arange(len(places)), without)
+            continue
+        for expert in without.tolist():
             missing.append((layer, expert, roster.names[owners[expert, 0]]))
     if missing:
         raise NetworkMismatch(_not_owned(missing, sum(experts for _, experts in shape)))
-    return chosen
+    return Agreement(roster, nodes, chosen, adopted)
+
+
+def first_of(places: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The first of each row (n, R) that is not negative, -1 where all are: (n,)."""
+    found: npt.NDArray[np.int32] = places[np.arange(len(places)), (places >= 0).argmax(axis=1)]
+    return found
 
 
 def _not_owned(missing: Sequence[tuple[int, int, str]], total: int) -> str:

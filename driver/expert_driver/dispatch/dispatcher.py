@@ -231,10 +231,11 @@ class NetworkExperts:
         agreement, links = network.agreement, network.links
         call = Call(layer, agreement.roster.epoch, mode, rows, experts.shape[1], self.precise)
         shares = split(agreement.chosen[layer][experts], len(links), experts, weights)
+        adopt = layer in agreement.adopted
         jobs = [
-            Job(link, call, dtype, parts(share, link, call, dtype), figures)
+            Job(link, call, dtype, parts(share, link, call, dtype), figures, adopt)
             for link, dtype, figures, share in zip(
-                links, dtypes, network.counters.nodes, shares, strict=True
+                links, dtypes, network.figures_of_links, shares, strict=True
             )
             if share is not None
         ]

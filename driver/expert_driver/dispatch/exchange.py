@@ -14,6 +14,7 @@ from time import monotonic, perf_counter
 
 from expert_driver.dispatch.gathering import Gathering, Job
 from expert_driver.dispatch.links import Link
+from expert_driver.dispatch.pace import Pace
 from expert_driver.dispatch.values import Floats
 from expert_network.errors import Cancelled, ExpertNetworkError, NodeError, NodeTimeout
 from expert_network.net.patience import Patience
@@ -40,12 +41,20 @@ class Exchange:
 
     def __init__(self) -> None:
         self._links: dict[int, Link] = {}  # by descriptor
+        #: How long dispatches of a single row take; for who sees them to tell.
+        self.pace = Pace()
         self._poll, self._patience = select.poll(), Patience()
         self.looks = self._patience.looks
         self._pushing: set[Link] = set()
         #: When deadlines are looked at next, and when what had come was last looked at anew.
         self._check_at = self._looked = 0.0
         self.lost = False
+        #: Who else is asked for what a job has not answered: no jobs, if nobody can be.
+        self.reroute: Callable[[Job, ExpertNetworkError], Sequence[Job]] = lambda job, error: ()
+        #: What is reported then.
+        self.nowhere: Callable[[Job, ExpertNetworkError], ExpertNetworkError] = lambda job, error: (
+            error
+        )
         self.settle: Callable[[], None] = lambda: None
         self.count: Callable[[], None] = lambda: None
 
@@ -53,18 +62,21 @@ class Exchange:
         """Send all jobs, as far as the nodes have room for them."""
         self.settle()
         try:
-            for job in gathering.jobs:
-                link = job.link
-                if self._links.get(link.descriptor) is not link:
-                    self._add(link)
-                for share in job.parts:
-                    link.waiting.append((job, share))
-                self._send_some(link)
+            for job in list(gathering.jobs):  # one whose link ends makes more of them
+                self._send(job)
             if self._pushing:
                 self._push_all()
         except BaseException:
             self.abandon()
             raise
+
+    def _send(self, job: Job) -> None:
+        link = job.link
+        if self._links.get(link.descriptor) is not link:
+            self._add(link)
+        for share in job.parts:
+            link.waiting.append((job, share))
+        self._send_some(link)
 
     def adopt(
         self, gathering: Gathering, since: float, sent: Sequence[int], came: Sequence[memoryview]
@@ -77,13 +89,13 @@ class Exchange:
             link, share = job.link, job.parts[0]
             if self._links.get(link.descriptor) is not link:
                 self._add(link)
-            frame = link.connection.dispatch(job.call.dispatch(share, job.dtype))
+            frame = link.connection.dispatch(job.dispatch(share))
             size = link.stream.adopt(frame, sent_of, came_of, since)
             link.owed.append((job, share, size))
             link.since = since
             self._watch(link)
-        for job in gathering.jobs:
-            while self._take(job.link):
+        for job in list(gathering.jobs):
+            while not job.link.closed and self._take(job.link):
                 pass
 
     def look(self) -> None:
@@ -112,7 +124,7 @@ class Exchange:
             raise gathering.failed[0]
         # Or every dispatch would leave a circle to the garbage collector.
         for job in gathering.jobs:
-            del job.gathering
+            job.gathering = None
         return gathering.values.made
 
     def abandon(self) -> None:
@@ -121,7 +133,7 @@ class Exchange:
         for link in list(self._links.values()):
             if link.owed or link.waiting:
                 link.close()
-                self._fail(link, Cancelled("the dispatch was given up"))
+                self._fail(link, Cancelled("the dispatch was given up"), final=True)
 
     # One turn
 
@@ -168,7 +180,8 @@ class Exchange:
 
     def _answered(self, link: Link, reply: Reply) -> None:
         job, share, size = link.owed[0]
-        job.gathering.take(job, share, reply)
+        if job.gathering is not None:
+            job.gathering.take(job, share, reply)
         taken = link.stream.bytes_taken
         job.count(share, reply, size, taken - link.taken)
         link.taken, link.since = taken, monotonic()
@@ -183,7 +196,7 @@ class Exchange:
                 if not owed:
                     link.since = monotonic()
                 owed.append((job, share, 0))
-                size = link.push(job.call.dispatch(share, job.dtype))
+                size = link.push(job.dispatch(share))
                 owed[-1] = job, share, size
                 if not job.sent:
                     job.sent = perf_counter()
@@ -229,31 +242,47 @@ class Exchange:
                 continue
             due = self._due(link)
             if now >= due:
+                late = self._late(link, now)
                 link.close()
-                self._fail(link, self._late(link, now))
+                self._fail(link, late)
                 continue
-            over = [job.gathering.over_at for job, _, _ in link.owed]
+            over = [job.gathering.over_at for job, _, _ in link.owed if job.gathering]
             at = min(at, due, *(over_at for over_at in over if over_at > now))
         self._check_at = at
 
     def _due(self, link: Link) -> float:
-        due = min(link.stream.late_at(SILENCE_S, self._looked), link.since + LIMIT_S)
+        silence = self._silence(link)
+        due = min(link.stream.late_at(silence, self._looked), link.since + LIMIT_S)
         if link.stream.pushing and len(link.owed) == 1:
-            due = min(due, link.since + SILENCE_S + link.owed[0][2] / SLOWEST)
+            due = min(due, link.since + silence + link.owed[0][2] / SLOWEST)
         return due
+
+    def _silence(self, link: Link) -> float:
+        """How long the node may say nothing while it owes its oldest part.
+
+        SILENCE_S, or less where single rows are answered so fast that less means the same.
+        """
+        job, share, _ = link.owed[0]
+        if len(share.rows) > 1 or job.adopt:
+            return SILENCE_S
+        return min(SILENCE_S, self.pace.silence)
 
     def _late(self, link: Link, now: float) -> NodeTimeout:
         if now >= link.since + LIMIT_S:
             problem = f"has worked on one dispatch for {LIMIT_S:g} s"
             return NodeTimeout(link.name, problem, "see what keeps it busy")
-        problem = f"has sent nothing for {SILENCE_S:g} s"
+        problem = f"has sent nothing for {self._silence(link):.2g} s"
         return NodeTimeout(link.name, problem, "see whether it and its network are up")
 
     # Failures
 
-    def _fail(self, link: Link, error: ExpertNetworkError) -> None:
-        """What `error` ends: everything on the link if it is closed, else the oldest part's job."""
+    def _fail(self, link: Link, error: ExpertNetworkError, final: bool = False) -> None:
+        """What `error` ends: everything on the link if it is closed, else the oldest part's job.
+
+        It is asked of others, unless that is `final` or nobody can be.
+        """
         if link.closed:
+            link.failed = None if final else error
             lost = _jobs(link)
             self._forget(link)
         else:
@@ -262,7 +291,16 @@ class Exchange:
             link.since, link.taken = monotonic(), link.stream.bytes_taken
         over_at = monotonic() + GRACE_S
         for job in lost:
-            job.gathering.fail(job, error, over_at)
+            gathering = job.gathering
+            if gathering is None or job.done:
+                continue
+            others = () if final or gathering.failed else self.reroute(job, error)
+            if others:
+                gathering.replace(job, others)
+                for other in others:
+                    self._send(other)
+            else:
+                gathering.fail(job, error if final else self.nowhere(job, error), over_at)
         self._check_at = min(self._check_at, over_at)
 
     def _end(self, gathering: Gathering) -> None:
@@ -270,7 +308,7 @@ class Exchange:
         for link in list(self._links.values()):
             if any(job.gathering is gathering for job in _jobs(link)):
                 link.close()
-                self._fail(link, copy(gathering.failed[0]))
+                self._fail(link, copy(gathering.failed[0]), final=True)
 
     # Links
 

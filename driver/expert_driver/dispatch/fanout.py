@@ -61,7 +61,7 @@ class Fanout:
     def __init__(self, network: Network, dtype: WireDType, precise: bool) -> None:
         self.network, self.links = network, network.links
         self.dtype, self.precise = dtype, precise
-        self.agreement = network.agreement
+        self.agreement, self.figures = network.agreement, network.figures_of_links
         self.plan = np.zeros((len(self.links), _COLUMNS), np.int64)
         self.plan[:, _DESCRIPTOR] = [link.descriptor for link in self.links]
         self.rooms = np.empty((len(self.links), 0), np.uint8)
@@ -118,7 +118,7 @@ class Fanout:
 
     def count(self) -> None:
         """Add what has been done to the figures of the nodes and of the streams."""
-        sums, nodes = self.plan[:, _SUMS], self.network.counters.nodes
+        sums, nodes = self.plan[:, _SUMS], self.figures
         for link, figures, done in zip(self.links, nodes, sums.tolist(), strict=True):
             dispatches, pairs, queue_us, compute_us, sent, got = done
             figures.add(dispatches, dispatches, pairs, queue_us, compute_us, sent, got)
@@ -128,7 +128,8 @@ class Fanout:
 
     def _learn(self, layer: int, hidden: int) -> _Layer:
         epoch = self.agreement.roster.epoch
-        head, due = heads_of_one_row(layer, epoch, self.dtype, self.precise, hidden)
+        adopt = layer in self.agreement.adopted
+        head, due = heads_of_one_row(layer, epoch, self.dtype, self.precise, hidden, adopt)
         room = 2 * HEADER_SIZE + reply_size(1, 0, hidden, ReplyMode.SUM, self.dtype)
         if room > self.rooms.shape[1]:
             self.rooms = np.empty((len(self.links), room), np.uint8)
@@ -210,7 +211,8 @@ class Row:
         jobs, sent, came = [], [], []
         for n, (share, lane) in enumerate(zip(shares, fanout.plan.tolist(), strict=True)):
             if share is not None:
-                jobs.append(Job(links[n], call, dtype, [share], fanout.network.counters.nodes[n]))
+                adopt = layer.number in fanout.agreement.adopted
+                jobs.append(Job(links[n], call, dtype, [share], fanout.figures[n], adopt))
                 sent.append(lane[_SENT])
                 came.append(fanout.rooms[n, : lane[_GOT]].data)
         self._gathering = Gathering(jobs, Sums(1, layer.hidden, len(jobs)))

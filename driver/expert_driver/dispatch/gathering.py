@@ -38,29 +38,30 @@ class Call:
     k: int
     precise: bool = False
 
-    def dispatch(self, share: Share, dtype: WireDType) -> Dispatch:
-        """The frame for one share."""
+    def dispatch(self, share: Share, dtype: WireDType, adopt: bool = False) -> Dispatch:
+        """The frame for one share. adopt: its node may have to get a block first."""
         rows = self.rows[dtype]
         if len(share.rows) != len(rows):
             rows = rows[share.rows]
         return Dispatch(
             self.layer, self.epoch, self.mode, dtype, rows, share.offsets, share.ids,
-            share.weights, self.precise,
+            share.weights, self.precise, adopt,
         )  # fmt: skip
 
 
 class Job:
     """One node's part of a call, in as many dispatches as its limits ask for.
 
-    place: its number among the jobs of the call. left: parts that are not answered.
+    place: its number among the jobs of the call. left: parts that are not answered. cause: why the
+    node that was asked for this before did not answer.
     """
 
     __slots__ = (
-        "call", "compute_us", "done", "dtype", "figures", "gathering", "in_bytes", "left", "link",
-        "out_bytes", "parts", "place", "queue_us", "replied", "sent",
+        "adopt", "call", "cause", "compute_us", "done", "dtype", "figures", "gathering", "in_bytes",
+        "left", "link", "out_bytes", "parts", "place", "queue_us", "replied", "sent",
     )  # fmt: skip
 
-    gathering: Gathering
+    gathering: Gathering | None
 
     def __init__(
         self,
@@ -69,13 +70,25 @@ class Job:
         dtype: WireDType,
         parts: Sequence[Share],
         figures: NodeFigures,
+        adopt: bool = False,
+        cause: ExpertNetworkError | None = None,
     ) -> None:
+        self.adopt, self.cause, self.gathering = adopt, cause, None
         self.link, self.call, self.dtype, self.figures = link, call, dtype, figures
         self.parts, self.left = parts, len(parts)
         self.place = 0
         self.done = False
         self.sent = self.replied = 0.0
         self.queue_us = self.compute_us = self.out_bytes = self.in_bytes = 0
+
+    def dispatch(self, share: Share) -> Dispatch:
+        """The frame for one of its parts."""
+        return self.call.dispatch(share, self.dtype, self.adopt)
+
+    @property
+    def unanswered(self) -> Sequence[Share]:
+        """Its parts that are not answered; those are, in their order."""
+        return self.parts[len(self.parts) - self.left :]
 
     def count(self, share: Share, reply: Reply, out: int, back: int) -> None:
         """Add the figures of one part that was answered."""
@@ -100,11 +113,13 @@ class Gathering:
     """The jobs of one call while they are under way. `values` takes what comes.
 
     owing: how many are neither finished nor failed. failed: what went wrong, in that order.
-    over_at: when, by monotonic(), the others have had their time after a failure.
+    over_at: when, by monotonic(), the others have had their time after a failure. given_up: the
+    nodes that have not answered a part of it, which are not asked again.
     """
 
     def __init__(self, jobs: Sequence[Job], values: Values) -> None:
-        self.jobs, self.values = jobs, values
+        self.jobs, self.values = list(jobs), values
+        self.given_up: set[str] = set()
         self.owing = len(jobs)
         self.failed: list[ExpertNetworkError] = []
         self.over_at = float("inf")
@@ -132,7 +147,16 @@ class Gathering:
 
     def times(self) -> tuple[NodeTimes, ...]:
         """What it took, once nothing is owed."""
-        return tuple(job.times for job in self.jobs)
+        return tuple(job.times for job in self.jobs if job.replied)
+
+    def replace(self, job: Job, others: Sequence[Job]) -> None:
+        """Owe what `job` has not answered to others, instead of it."""
+        job.done = True
+        self.values.finish(job.place)
+        for other in others:
+            other.place, other.gathering = len(self.jobs), self
+            self.jobs.append(other)
+        self.owing += len(others) - 1
 
     def fail(self, job: Job, error: ExpertNetworkError, over_at: float) -> None:
         """Count `job` as failed; the others have until `over_at`."""

@@ -54,6 +54,7 @@ _ADVICE = {
     ErrorCode.DRAINING: "wait until it is back",
     ErrorCode.BAD_VALUES: "try --wire f32; if that is refused too, verify the store",
     ErrorCode.NOT_OWNED: "start the driver again, so that it learns the node's roster",
+    ErrorCode.NO_BLOCK: "start a node that holds it",
 }
 _MISMATCHES = (ErrorCode.VERSION, ErrorCode.MODEL, ErrorCode.ROSTER, ErrorCode.NUMERICS)
 
@@ -104,6 +105,8 @@ class Link:
         self.owed: deque[tuple[Job, Share, int]] = deque()
         self.waiting: deque[tuple[Job, Share]] = deque()
         self.since = 0.0
+        #: Why it ended, if that was while something was owed on it.
+        self.failed: ExpertNetworkError | None = None
         #: Bytes of the frames that were taken up to the last reply.
         self.taken = stream.bytes_taken
 

@@ -1,4 +1,4 @@
-"""The nodes of one driver: links to all of them, checked together, opened again when they break."""
+"""The nodes of one driver: links to all that answer, checked together, and who is away."""
 
 from __future__ import annotations
 
@@ -6,38 +6,72 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
-from expert_driver.dispatch.agreement import Agreement, Wanted, agree
+import numpy as np
+
+from expert_driver.dispatch.agreement import Agreement, Greeting, Wanted, agree
 from expert_driver.dispatch.exchange import Exchange
+from expert_driver.dispatch.failover import lost, take_over
+from expert_driver.dispatch.gathering import Call, Job, parts
 from expert_driver.dispatch.links import Link
+from expert_driver.dispatch.prober import Prober
 from expert_driver.figures import DispatchTimes, NetworkFigures, NodeFigures
+from expert_network.errors import (
+    ExpertNetworkError,
+    NetworkMismatch,
+    NodeClosed,
+    NodeError,
+    NodeRefused,
+    NodeTimeout,
+    NodeUnreachable,
+)
+from expert_protocol.dtypes import WireDType
+from expert_protocol.frames import ErrorCode, ReplyMode
+from expert_roster.rendezvous import owner_order
 
 LOOK_S = 0.5  # unused for so long, a link is looked at before it is used
 PING_S = 20.0  # unused for so long, its node is asked whether it is there
 
 
 class Network:
-    """Links to all nodes, in the order of their roster. Used by one thread.
+    """Links to all nodes that answer, in the order of their roster. Used by one thread.
 
-    `ready` is to be called before every use: it opens what is closed again, with all checks.
-    `observer` is told of every dispatch that all nodes have replied to.
+    `ready` is to be called before every use: it opens what is closed again, with all checks, and
+    sees which nodes are away. `observer` is told of every dispatch that all nodes have replied to,
+    `notice` gets a sentence when a node goes or comes back.
     """
 
     def __init__(
-        self, urls: Sequence[str], wanted: Wanted, open_link: Callable[[str], Link]
+        self,
+        urls: Sequence[str],
+        wanted: Wanted,
+        open_link: Callable[[str], Link],
+        notice: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._urls, self.wanted, self._open = tuple(urls), wanted, open_link
+        self._notice = notice
         self._links: dict[str, Link] = {}
+        #: Why nodes are away, by their addresses.
+        self._away: dict[str, NodeError] = {}
+        self._prober = Prober(open_link)
+        #: Whether a block was not to be had while a node was away: then it is asked once more.
+        self._stuck = False
         self._used = monotonic()
         self.links: list[Link] = []
         self.exchange = Exchange()
+        self.exchange.reroute, self.exchange.nowhere = self._reroute, self._nowhere
         self.observer: Callable[[DispatchTimes], None] | None = None
         mode = "exact" if wanted.exact else "sum"
-        #: What `figures` gives once all is counted.
+        #: What `figures` gives once all is counted; all nodes that were ever linked.
         self.counters = NetworkFigures(mode, wanted.wire.label, len(wanted.shape), [])
+        #: Those of `links`, one by one.
+        self.figures_of_links: list[NodeFigures] = []
         self.agreement: Agreement = self._reopen()
 
     def ready(self) -> Agreement:
-        """See that every link is open. Raises NodeError, KeyRefused or NetworkMismatch."""
+        """See that every link is open but those of nodes that are away.
+
+        Raises NodeError, KeyRefused or NetworkMismatch.
+        """
         unused = monotonic() - self._used
         if unused > LOOK_S:
             self.exchange.settle()
@@ -45,7 +79,7 @@ class Network:
                 if not link.owed:
                     link.check(ping=unused > PING_S)
             self.exchange.lost |= any(link.closed for link in self.links)
-        if self.exchange.lost:
+        if self.exchange.lost or self._prober.back:
             self.exchange.settle()
             self.agreement = self._reopen()
             self.exchange.lost = False
@@ -67,40 +101,163 @@ class Network:
         """Say that all links have just been used, for a dispatch as NetworkFigures counts it."""
         self._used = monotonic()
         self.counters.count(rows, seconds, traffic)
+        if rows == 1:
+            self.exchange.pace.saw(seconds)
 
     def close(self) -> None:
         """End all links."""
+        self._prober.close()
         for link in self._links.values():
             link.goodbye()
 
     def _reopen(self) -> Agreement:
-        missing = [u for u in self._urls if u not in self._links or self._links[u].closed]
-        self._links |= open_all(missing, self._open)
+        """Links to all that answer.
+
+        A node that failed in use is away until it answers again. It is tried at once where nobody
+        else owns its blocks, unless it was silent: that takes the time of one more silence.
+        """
+        self._take_back()
+        failed = {
+            url: link.failed
+            for url, link in self._links.items()
+            if link.failed and link.closed and url not in self._away
+        }
+        covered = bool(failed) and self._covered()
+        for url, error in failed.items():
+            if covered or isinstance(error, NodeTimeout):
+                self._leave(url, error)
+        if self._stuck or len(self._away) == len(self._urls):
+            self._away.clear()  # there is nothing to do but to ask them
+            self._stuck = False
+        missing = [url for url in self._urls if url not in self._away and not self._is_open(url)]
+        opened, failures = open_all(missing, self._open)
+        self._links |= opened
+        greetings = self._greetings()
+        if failures and not greetings:
+            raise next(iter(failures.values()))
+        for url, error in failures.items():
+            self._leave(url, failed.get(url) or error)
         try:
-            agreement = agree([self._links[url].greeting for url in self._urls], self.wanted)
+            agreement = agree(greetings, self.wanted, len(self._away))
         except BaseException:
             # What does not fit is asked again, and not kept, when the network is next used.
-            for url in missing:
+            for url in opened:
                 self._links[url].close()
             raise
         self.links = [self._links[greeting.url] for greeting in agreement.nodes]
-        names = [link.name for link in self.links]
-        if names != [node.name for node in self.figures.nodes]:
-            self.counters.nodes = [NodeFigures(name) for name in names]
+        self._count_apart()
         return agreement
 
+    def _greetings(self) -> list[Greeting]:
+        return [self._links[url].greeting for url in self._urls if self._is_open(url)]
 
-def open_all(urls: Sequence[str], open_link: Callable[[str], Link]) -> dict[str, Link]:
-    """Open links to all of `urls` at once. If one fails the others are closed, and it is raised.
+    def _covered(self) -> bool:
+        """Whether each block has an owner among the nodes that are linked."""
+        greetings = self._greetings()
+        return bool(greetings) and not agree(greetings, self.wanted, len(self._urls)).adopted
 
-    An interrupt closes them too.
+    def _is_open(self, url: str) -> bool:
+        return url in self._links and not self._links[url].closed
+
+    def _take_back(self) -> None:
+        """Use the links of nodes that are back, if they still fit the others."""
+        while self._prober.back:
+            url, link = self._prober.back.popleft()
+            if url not in self._away:
+                link.close()  # it was opened by others meanwhile
+                continue
+            try:
+                agree([*self._greetings(), link.greeting], self.wanted, len(self._urls))
+            except NetworkMismatch as error:
+                link.close()
+                self._notice(f"{error} It is left out.")
+                self._prober.watch(url)
+                continue
+            self._links[url] = link
+            del self._away[url]
+            self._notice(f"node {link.name} is back.")
+
+    def _leave(self, url: str, error: ExpertNetworkError) -> None:
+        known = self._links.get(url)
+        name = known.name if known else url
+        problem = error.problem if isinstance(error, NodeError) else str(error)
+        self._away[url] = NodeClosed(name, problem, "see whether it and its network are up")
+        self._prober.watch(url)
+        self._notice(f"node {name} {problem}; others compute its experts until it is back.")
+
+    def _count_apart(self) -> None:
+        """Counters for each of the links, and for those that were there before."""
+        known = {figures.name: figures for figures in self.counters.nodes}
+        names = [link.name for link in self.links]
+        self.figures_of_links = [known.get(name) or NodeFigures(name) for name in names]
+        roster = self.links[0].greeting.roster.names
+        away = [known[name] for name in known if name in roster and name not in names]
+        self.counters.nodes = [*self.figures_of_links, *away]
+
+    def _reroute(self, job: Job, error: ExpertNetworkError) -> Sequence[Job]:
+        """Ask the next owners of what `job` has not answered."""
+        gathering, call = job.gathering, job.call
+        assert gathering is not None
+        gathering.given_up.add(job.link.name)
+        able = [
+            (link, figures)
+            for link, figures in zip(self.links, self.figures_of_links, strict=True)
+            if not link.closed
+            and link.name not in gathering.given_up
+            and _dtype(link, call, job) in call.rows
+        ]
+        names = [link.name for link, _ in able]
+        jobs = []
+        for taken in take_over(self.agreement.roster, call.layer, job.unanswered, names):
+            link, figures = able[taken.node]
+            dtype = _dtype(link, call, job)
+            shares = [part for share in taken.shares for part in parts(share, link, call, dtype)]
+            cause = job.cause or error
+            jobs.append(Job(link, call, dtype, shares, figures, taken.adopt, cause))
+        self.counters.failovers += bool(jobs)
+        return jobs
+
+    def _nowhere(self, job: Job, error: ExpertNetworkError) -> ExpertNetworkError:
+        """What is reported of a job that nobody answers: why its blocks' own node does not."""
+        self._stuck = self.exchange.lost = True
+        layer, expert = job.call.layer, int(job.unanswered[0].ids[0])
+        cause = job.cause
+        if cause is None and isinstance(error, NodeRefused) and error.code == ErrorCode.NO_BLOCK:
+            owners = owner_order(self.agreement.roster, layer, np.array([expert]))[0]
+            names = [self.agreement.roster.names[owner] for owner in owners]
+            away = [found for found in self._away.values() if found.node in names]
+            cause = min(away, key=lambda found: names.index(found.node), default=None)
+        return lost(cause, layer, expert) if isinstance(cause, NodeError) else cause or error
+
+
+def _dtype(link: Link, call: Call, job: Job) -> WireDType:
+    """What a link is asked in, in place of `job`."""
+    if call.mode is ReplyMode.SUM:
+        return job.dtype
+    return WireDType.for_compute(link.greeting.welcome.compute_dtype)
+
+
+def open_all(
+    urls: Sequence[str], open_link: Callable[[str], Link]
+) -> tuple[dict[str, Link], dict[str, NodeError]]:
+    """Open links to all of `urls` at once: those that are open, and why others are not.
+
+    Only a node that cannot be reached, or does not answer, is left out: what else fails is raised,
+    as an interrupt is, and closes the others.
     """
     futures: dict[str, Future[Link]] = {}
+    links: dict[str, Link] = {}
+    failures: dict[str, NodeError] = {}
     try:
         with ThreadPoolExecutor(max(1, len(urls))) as pool:
             for url in urls:
                 futures[url] = pool.submit(open_link, url)
-            return {url: future.result() for url, future in futures.items()}
+            for url, future in futures.items():
+                try:
+                    links[url] = future.result()
+                except (NodeUnreachable, NodeTimeout, NodeClosed) as error:
+                    failures[url] = error
+            return links, failures
     except BaseException:
         # A second interrupt leaves some that are not open yet.
         for future in futures.values():

@@ -39,6 +39,18 @@ class Share:
         )
 
 
+def divide(share: Share, owners: npt.NDArray[np.integer[Any]], node: int) -> Share | None:
+    """The part of `share` whose pairs `owners` (P,) gives to `node`; None if there is none."""
+    own = np.flatnonzero(owners == node)
+    if not len(own):
+        return None
+    row_of_pair = np.repeat(np.arange(len(share.rows)), np.diff(share.offsets))
+    rows, counts = np.unique(row_of_pair[own], return_counts=True)
+    offsets = np.zeros(len(rows) + 1, np.uint32)
+    np.cumsum(counts, out=offsets[1:])
+    return Share(share.rows[rows], share.pairs[own], offsets, share.ids[own], share.weights[own])
+
+
 def split(
     owners: npt.NDArray[np.integer[Any]],
     nodes: int,

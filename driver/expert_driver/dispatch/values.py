@@ -52,6 +52,8 @@ class Sums:
 
     def finish(self, place: int) -> None:
         finished = self._finished
+        # More places than were foreseen: what one node did not answer was asked of others.
+        finished.extend([False] * (place + 1 - len(finished)))
         finished[place] = True
         while self._turn < len(finished) and finished[self._turn]:
             self._turn += 1

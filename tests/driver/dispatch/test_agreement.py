@@ -122,7 +122,7 @@ def test_another_model() -> None:
 
 def test_another_protocol_version() -> None:
     """Both versions are named."""
-    assert "version 1 and this driver version 2" in refusal(node("a", "a", protocol=1))
+    assert "version 1 and this driver version 3" in refusal(node("a", "a", protocol=1))
 
 
 def test_a_wire_dtype_that_a_node_does_not_take() -> None:
