@@ -8,7 +8,6 @@ they stand meanwhile and from which byte on they are asked for is decided here.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -40,6 +39,7 @@ from huggingface_hub.utils.tqdm import (
     enable_progress_bars,
 )
 
+from expert_network import disk
 from expert_network.errors import DiskFull, ExpertNetworkError, HubError, StoreError
 from expert_network.progress import Progress, silent
 
@@ -133,26 +133,22 @@ def prepared(snapshot: Snapshot, folder: Path) -> Iterator[None]:
     if folder.exists() and any(folder.iterdir()) and not (folder / _MARK).exists():
         advice = "remove it, or choose another place with -o"
         raise StoreError(folder, "this folder is in the way of the download", advice)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _MARK).open("a") as mark:
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem, advice = "another process is downloading into it now", "wait until it ends"
-            raise StoreError(folder, problem, advice) from None
+    held = disk.lock(folder)
+    if held is None:
+        problem, advice = "another process is downloading into it now", "wait until it ends"
+        raise StoreError(folder, problem, advice)
+    try:
         known = _read_mark(folder)
         if known is not None and (known.repo, known.commit) != (snapshot.repo, snapshot.commit):
             for path in folder.iterdir():
-                if path.name != _MARK:
-                    path.unlink()
-        mark.truncate(0)
-        mark.write(json.dumps(asdict(snapshot)))
-        mark.flush()
-        try:
-            yield
-        finally:
-            if not any(_size(path) > 0 for path in folder.glob("*") if path.name != _MARK):
-                shutil.rmtree(folder, ignore_errors=True)
+                path.unlink()
+        with disk.replacing(folder / _MARK) as mark:
+            mark.write(json.dumps(asdict(snapshot)).encode())
+        yield
+    finally:
+        if not any(_size(path) > 0 for path in folder.glob("*") if path.name != _MARK):
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
 
 
 def fetch_configs(snapshot: Snapshot, folder: Path) -> None:
@@ -281,7 +277,7 @@ def _fetch_file(snapshot: Snapshot, name: str, folder: Path, tally: _Tally) -> N
     if remote.sha256 is not None and _sha256(path) != remote.sha256:
         path.unlink()
         raise HubError(snapshot.repo, f"{name} arrived damaged", _AGAIN)
-    os.replace(path, folder / name)
+    disk.rename(path, folder / name)
 
 
 def _sha256(path: Path) -> str:

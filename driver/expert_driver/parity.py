@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from expert_driver.config import NetworkConfig
 from expert_driver.opening import opened
+from expert_network import disk
 from expert_network.errors import InputError
 
 _LIST = re.compile(r"\s*-?\d+(\s*,\s*-?\d+)*\s*,?\s*")
@@ -24,7 +21,7 @@ def run(store: str | None, config: NetworkConfig, ids: list[int], output: Path) 
     """Write float32 (len(ids), vocabulary) to `output`, which appears whole or not at all."""
     if not output.absolute().parent.is_dir():
         raise InputError(f"{output}: the folder does not exist; make it first, or name another.")
-    with opened(store, config, with_text=False) as session, replacing(output) as file:
+    with opened(store, config, with_text=False) as session, disk.replacing(output) as file:
         for chunk in session.engine.logit_chunks(ids):
             if not file.tell():
                 _write_header(file, (len(ids), chunk.shape[1]))
@@ -71,28 +68,3 @@ def _unreadable(file: Path, why: str) -> InputError:
         f"{file} cannot be read as token ids ({why}); give a .npy file of integers, a .json list, "
         "or text with spaces or commas between the ids."
     )
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` at the end, or nothing if an error comes before it."""
-    folder = path.absolute().parent
-    temporary = tempfile.NamedTemporaryFile(  # noqa: SIM115 closed below, before the rename
-        dir=folder, prefix=f".{path.name}.", suffix=".partial", delete=False
-    )
-    try:
-        with temporary:
-            yield cast(BinaryIO, temporary)
-            temporary.flush()
-            os.fsync(temporary.fileno())
-        os.chmod(temporary.name, 0o666 & ~_umask())
-        os.replace(temporary.name, path)
-    except BaseException:
-        os.unlink(temporary.name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

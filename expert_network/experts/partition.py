@@ -62,7 +62,8 @@ def load_partition(
     """
     manifest = store.manifest
     wanted = [(manifest.layer(layer), np.asarray(ids)) for layer, ids in blocks.items() if len(ids)]
-    switches = {site.path: site.module for site in find_switches(structure.build(store))}
+    model = structure.build(store, trunk=False)
+    switches = {site.path: site.module for site in find_switches(model)}
     total, done = partition_bytes(manifest, blocks), 0
 
     def read(spec: LayerSpec, expert: int, pieces: Any) -> None:

@@ -23,21 +23,22 @@ from expert_network.store.reader import Store
 Weights = Mapping[str, mx.array]
 
 
-def build(store: Store) -> Module:
+def build(store: Store, trunk: bool = True) -> Module:
     """The model of `store` with every array lazy: the trunk's are read when first evaluated.
 
     The experts' are zeros of the manifest's shapes, there to be replaced at the seam: evaluating
     one would take its memory and be of no use. Evaluate what is to stay on the thread that called
-    this. Raises StoreError if mlx-lm refuses the config, or trunk and manifest do not hold exactly
+    this. With `trunk=False` the trunk's file is not looked at, and only the expert layers are of
+    use. Raises StoreError if mlx-lm refuses the config, or trunk and manifest do not hold exactly
     the tensors of the model.
     """
-    weights = _read_trunk(store) | _placeholders(store.manifest)
+    weights = (_read_trunk(store) if trunk else {}) | _placeholders(store.manifest)
     try:
         model, _ = mlx_lm_utils.load_model(
             store.path,
             lazy=True,
             strict=False,  # else it looks for model*.safetensors; Stored is strict instead
-            get_model_classes=lambda config: _classes(config, store, weights),
+            get_model_classes=lambda config: _classes(config, store, weights, trunk),
         )
     except ExpertNetworkError:
         raise
@@ -67,7 +68,9 @@ def _placeholders(manifest: Manifest) -> dict[str, mx.array]:
     }
 
 
-def _classes(config: Config, store: Store, weights: Weights) -> tuple[type[Module], type[Any]]:
+def _classes(
+    config: Config, store: Store, weights: Weights, trunk: bool
+) -> tuple[type[Module], type[Any]]:
     """mlx-lm's classes, with a Model that is given the store's weights whatever was found."""
     model_class, args_class = model_classes(config)
 
@@ -78,7 +81,11 @@ def _classes(config: Config, store: Store, weights: Weights) -> tuple[type[Modul
             return weights
 
         def load_weights(self, file_or_weights: Any, strict: bool = True) -> Module:
-            _check(store, tree_flatten(self.parameters(), destination={}), weights)
+            wanted: Any = tree_flatten(self.parameters(), destination={})
+            if not trunk:
+                routed = tuple(f"{spec.path}." for spec in store.manifest.layers)
+                wanted = {name: like for name, like in wanted.items() if name.startswith(routed)}
+            _check(store, wanted, weights)
             return cast(Module, super().load_weights(list(weights.items()), strict=False))
 
     return Stored, args_class

@@ -13,10 +13,10 @@ from typing import BinaryIO
 
 import aiohttp
 
+from expert_network import disk
 from expert_network.errors import NodeClosed, StoreCorrupt
 from expert_network.net.control import PIECE, ControlClient
 from expert_network.store.manifest import FileSpec
-from expert_network.store.writer import disk_errors
 
 #: Bytes a second below which a peer is no source: a download's deadline follows from its size.
 SLOWEST = 64 << 10
@@ -55,9 +55,8 @@ async def download(
             problem = f"what node {client.url} sent does not match the manifest's sha256"
             raise StoreCorrupt(dest, problem, LEAVE_OUT)
         await asyncio.to_thread(sink.sync)
-    with disk_errors(dest):
-        os.replace(part, dest)
-        sync_folder(dest.parent)
+    with disk.errors(dest):
+        disk.rename(part, dest)
 
 
 class _Sink:
@@ -74,7 +73,7 @@ class _Sink:
 
     def resume(self, most: int) -> int:
         """Take over what the file holds already; how many bytes that are."""
-        with disk_errors(self._path):
+        with disk.errors(self._path):
             self._file.seek(0)
             while data := self._file.read(PIECE):
                 self._hash.update(data)
@@ -87,31 +86,31 @@ class _Sink:
         """Forget all of it; how many bytes that were."""
         lost, self.size = self.size, 0
         self._hash = hashlib.sha256()
-        with disk_errors(self._path):
+        with disk.errors(self._path):
             self._file.truncate(0)
             self._file.seek(0)
         return lost
 
     def write(self, data: bytes) -> None:
-        with disk_errors(self._path):
+        with disk.errors(self._path):
             self._file.write(data)
         self._hash.update(data)
         self.size += len(data)
 
     def sync(self) -> None:
-        with disk_errors(self._path):
+        with disk.errors(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
 
 
 @contextmanager
 def _appending(dest: Path, part: Path) -> Iterator[_Sink]:
-    with disk_errors(dest):
+    with disk.errors(dest):
         file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:
         yield _Sink(file, dest)
     finally:
-        with disk_errors(dest):
+        with disk.errors(dest):
             file.close()
 
 
@@ -153,12 +152,3 @@ def _start(response: aiohttp.ClientResponse) -> int | None:
         return 0
     match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
     return int(match[1]) if match else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the folder's entries on the disk before going on."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,6 @@ that a killed fetch leaves nothing that looks like a store, and the next one goe
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import os
 import shutil
@@ -16,6 +15,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from expert_network import disk
 from expert_network.errors import (
     DiskFull,
     ExpertNetworkError,
@@ -30,7 +30,7 @@ from expert_network.errors import (
 )
 from expert_network.net.auth import ClusterKey
 from expert_network.net.control import SILENCE, TOTAL, ControlClient
-from expert_network.net.download import LEAVE_OUT, download, sync_folder
+from expert_network.net.download import LEAVE_OUT, download
 from expert_network.places import PARTIAL
 from expert_network.progress import Progress, silent
 from expert_network.store.manifest import (
@@ -43,7 +43,7 @@ from expert_network.store.manifest import (
     is_digest,
 )
 from expert_network.store.reader import Store, read_config
-from expert_network.store.writer import check_out, disk_errors
+from expert_network.store.writer import check_out
 
 __all__ = ["ControlClient", "download", "fetch_store"]
 
@@ -85,9 +85,8 @@ async def fetch_store(
             peers = _Peers([await stack.enter_async_context(client) for client in clients])
             await _Fetch(peers, work, digest, progress).run()
         Store.open(work, blocks=False)
-        with disk_errors(dest):
-            os.rename(work, dest)
-            sync_folder(dest.parent)
+        with disk.errors(dest):
+            disk.rename(work, dest)
     return dest
 
 
@@ -140,13 +139,8 @@ class _Fetch:
             return Manifest.from_bytes(path.read_bytes(), path)
         data = await self._peers.first(self._manifest_of)
         manifest = Manifest.from_bytes(data, self._work / MANIFEST)
-        temporary = path.with_name(f"{MANIFEST}.part")
-        with disk_errors(path):
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+        with disk.errors(path), disk.replacing(path) as file:
+            file.write(data)
         return manifest
 
     async def _manifest_of(self, client: ControlClient) -> bytes:
@@ -157,7 +151,7 @@ class _Fetch:
         return data
 
     def _check_space(self, manifest: Manifest) -> None:
-        with disk_errors(self._work):
+        with disk.errors(self._work):
             files = [file for file in self._work.iterdir() if file.name != MANIFEST]
             there = sum(file.stat().st_size for file in files)
             free = shutil.disk_usage(self._work).free
@@ -200,7 +194,7 @@ class _Fetch:
 
 
 def _matches(path: Path, spec: FileSpec) -> bool:
-    with disk_errors(path), path.open("rb") as file:
+    with disk.errors(path), path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell() == spec.size and found == spec.sha256
 
@@ -215,7 +209,7 @@ def _stands(dest: Path, digest: str) -> bool:
 
 def _take_over(dest: Path, work: Path, digest: str) -> None:
     """Keep in `work` what belongs to this model, from an earlier fetch or a damaged store."""
-    with disk_errors(dest):
+    with disk.errors(dest):
         blocks = (dest / BLOCKS).exists()  # a whole store is more than we could put back
         if _digest_of(dest) == digest and not blocks and not any(work.iterdir()):
             for file in dest.iterdir():
@@ -238,37 +232,15 @@ def _digest_of(folder: Path) -> str | None:
 @contextmanager
 def _locked(work: Path, dest: Path) -> Iterator[None]:
     """Hold `work`, made if need be, against other processes. It may be renamed meanwhile."""
-    with disk_errors(dest):
-        folder = _lock(work)
+    with disk.errors(dest):
+        folder = disk.lock(work)
     if folder is None:
         advice = "wait until it ends, or choose another place"
         raise StoreError(dest, "another process is fetching this store now", advice)
     try:
         yield
     finally:
-        if _is(folder, work):
+        if disk.is_at(folder, work):
             with suppress(OSError):  # there is something to go on from
                 work.rmdir()
         os.close(folder)
-
-
-def _lock(work: Path) -> int | None:
-    while True:
-        work.mkdir(parents=True, exist_ok=True)
-        folder = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(folder)
-            return None
-        # Whoever held it may have renamed it just now: then this is no longer the folder.
-        if _is(folder, work):
-            return folder
-        os.close(folder)
-
-
-def _is(folder: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(folder), path.stat())
-    except FileNotFoundError:
-        return False

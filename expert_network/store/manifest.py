@@ -104,6 +104,11 @@ class LayerSpec:
         return f"{BLOCKS}/layer_{self.layer:02d}.bin"
 
     @property
+    def marks(self) -> str:
+        """The file that says which blocks are there, where it is a part of them."""
+        return f"{BLOCKS}/layer_{self.layer:02d}.have"
+
+    @property
     def file_bytes(self) -> int:
         """Size of the layer's file, the padding after the last block included."""
         return self.experts * self.stride

@@ -1,4 +1,4 @@
-"""Reading a store: open it, read a block, verify all of it."""
+"""A store that stands: open it, read a block, keep one more, verify all of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from expert_network import disk
 from expert_network.errors import ConfigRefused, StoreCorrupt, StoreError
 from expert_network.model.config import code_entry, too_deep
 from expert_network.progress import Progress, silent
@@ -21,6 +22,7 @@ from expert_network.store.manifest import (
     LayerSpec,
     Manifest,
 )
+from expert_network.store.marks import ABSENT, WRITTEN, Marks
 
 MAX_CONFIG = 16 << 20  # bytes; a per-layer quantization map of 94 layers takes 100 KB
 CHUNK = 4 << 20  # bytes read at once when a whole file is hashed
@@ -31,7 +33,10 @@ _REPAIR = "convert the checkpoint again or fetch the store from a peer"
 
 
 class Store:
-    """An opened store. Holds no file open: any thread may read blocks."""
+    """An opened store. Holds no file open: any thread may read blocks, and keep them.
+
+    A store may hold a part of the blocks, and no trunk then: `partial`.
+    """
 
     def __init__(
         self, path: Path, manifest: Manifest, config: dict[str, Any], has_blocks: bool
@@ -43,6 +48,7 @@ class Store:
         """Open the store at `path` and check that every file is there, of the right size.
 
         With `blocks=False` the layer files may be absent: a driver needs trunk and tokenizer only.
+        Where they hold a part of the blocks, the trunk may be absent: a node can do without it.
         Raises StoreError if it is not a store of this version, StoreCorrupt if a file is missing,
         cut short or (a config) changed, ConfigRefused if a config asks to run code.
         """
@@ -74,6 +80,25 @@ class Store:
         """Whether text can be turned into ids: some vocabulary came with the checkpoint."""
         return any(is_vocabulary(name) for name in self.manifest.files)
 
+    @property
+    def partial(self) -> bool:
+        """Whether layer files may lack blocks."""
+        return self.has_blocks and any(
+            (self.path / spec.marks).exists() for spec in self.manifest.layers
+        )
+
+    def held(self, layer: int) -> list[int]:
+        """The experts of a layer whose blocks are here, ascending. Raises KeyError."""
+        spec = self.manifest.layer(layer)
+        marks = self._marks(spec)
+        if not self.has_blocks:
+            return []
+        return [e for e in range(spec.experts) if marks is None or marks[e] != ABSENT]
+
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether one block is here. Raises KeyError for a layer without experts."""
+        return expert in self.held(layer)
+
     def read_block(
         self, layer: int, expert: int, out: memoryview | None = None, verify: bool = True
     ) -> memoryview:
@@ -95,9 +120,10 @@ class Store:
 
         Raises what read_block raises.
         """
-        spec = self.manifest.layer(layer)
-        if not 0 <= expert < spec.experts:
-            raise KeyError((layer, expert))
+        spec = self._spec(layer, expert)
+        marks = self._marks(spec)
+        if marks is not None and marks[expert] == ABSENT:
+            raise not_held(self.path / spec.file, layer, expert)
         file, offset, digest = self.path / spec.file, spec.offset(expert), hashlib.sha256()
         with _opened(file) as fd:
             for piece in pieces:
@@ -108,6 +134,58 @@ class Store:
                     digest.update(piece)
         if verify and digest.hexdigest() != spec.sha256[expert]:
             raise _bad_block(self.path, spec, expert, "does not match its sha256")
+
+    def make_room(self) -> None:
+        """Have a layer file, sparse and without blocks, where there is none. Raises StoreError."""
+        for spec in self.manifest.layers:
+            with disk.errors(self.path / spec.file):
+                Marks(self.path, spec).lay_out()
+        self.has_blocks = True
+
+    def keep(self, layer: int, expert: int, data: memoryview | bytes) -> None:
+        """Verify one block's bytes and put them in their place, to be read from now on.
+
+        They outlive this process, and a power cut once `sync` has been called. Raises KeyError,
+        StoreCorrupt for other bytes than the manifest's, DiskFull or StoreError.
+        """
+        spec = self._spec(layer, expert)
+        file = self.path / spec.file
+        if len(data) != spec.block_bytes or hashlib.sha256(data).hexdigest() != spec.sha256[expert]:
+            raise _bad_block(self.path, spec, expert, "came with bytes that are not its own")
+        with disk.errors(file):
+            fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                disk.write_at(fd, data, spec.offset(expert))
+            finally:
+                os.close(fd)
+            if self._marks(spec) is not None:
+                Marks(self.path, spec).mark([expert], WRITTEN)
+
+    def sync(self) -> None:
+        """Have all blocks that were kept on the disk. Raises DiskFull or StoreError."""
+        for spec in self.manifest.layers:
+            with disk.errors(self.path / spec.file):
+                Marks(self.path, spec).sync()
+
+    def recheck(self, progress: Progress = silent) -> int:
+        """Drop the blocks that a power cut has damaged, of those not yet synced; how many."""
+        unsure = [
+            (spec, expert)
+            for spec in self.manifest.layers
+            for expert, mark in enumerate(self._marks(spec) or b"")
+            if mark == WRITTEN
+        ]
+        total, done, dropped = sum(spec.block_bytes for spec, _ in unsure), 0, 0
+        for spec, expert in unsure:
+            try:
+                self.read_block(spec.layer, expert)
+            except StoreCorrupt:
+                with disk.errors(self.path / spec.file):
+                    Marks(self.path, spec).mark([expert], ABSENT)
+                dropped += 1
+            done += spec.block_bytes
+            progress(done, total, VERIFYING)
+        return dropped
 
     def check_file(self, name: str) -> None:
         """Hash one of the manifest's files. Raises StoreCorrupt if it is not what it was."""
@@ -140,10 +218,10 @@ class Store:
         self, only: Mapping[int, Collection[int]] | None
     ) -> list[tuple[str, int, Iterator[int]]]:
         """What to hash: (file, bytes, a generator that hashes it piece by piece)."""
-        files = self.manifest.files.items()
-        steps = [(name, spec.size, self._hash_file(name)) for name, spec in files]
+        files = {n: spec for n, spec in self.manifest.files.items() if not self._may_lack(n)}
+        steps = [(name, spec.size, self._hash_file(name)) for name, spec in files.items()]
         for spec in self.manifest.layers if self.has_blocks else ():
-            experts = range(spec.experts) if only is None else sorted(only.get(spec.layer, ()))
+            experts = self.held(spec.layer) if only is None else sorted(only.get(spec.layer, ()))
             steps += [(spec.file, spec.stride, self._hash_block(spec, e)) for e in experts]
         return steps
 
@@ -173,11 +251,32 @@ class Store:
 
     def _size_problems(self) -> dict[str, StoreError]:
         """What is missing or has another size than it should, by name."""
-        expected = {name: spec.size for name, spec in self.manifest.files.items()}
+        files = self.manifest.files.items()
+        expected = {name: spec.size for name, spec in files if not self._may_lack(name)}
         if self.has_blocks:
             expected |= {spec.file: spec.file_bytes for spec in self.manifest.layers}
+            parts = [spec for spec in self.manifest.layers if (self.path / spec.marks).exists()]
+            expected |= {spec.marks: spec.experts for spec in parts}
         problems = {name: _size_problem(self.path / name, size) for name, size in expected.items()}
         return {name: problem for name, problem in problems.items() if problem is not None}
+
+    def _may_lack(self, name: str) -> bool:
+        return name == TRUNK and self.partial and not self.trunk_path.exists()
+
+    def _spec(self, layer: int, expert: int) -> LayerSpec:
+        spec = self.manifest.layer(layer)
+        if not 0 <= expert < spec.experts:
+            raise KeyError((layer, expert))
+        return spec
+
+    def _marks(self, spec: LayerSpec) -> bytes | None:
+        """The marks of a layer that may lack blocks, one for each expert."""
+        try:
+            marks = Marks(self.path, spec).read()
+        except OSError as error:
+            raise _unreadable(self.path / spec.marks, error) from error
+        # Cut short it vouches for nothing beyond its end.
+        return None if marks is None else marks.ljust(spec.experts, bytes([ABSENT]))
 
     def _read_configs(self) -> dict[str, Any]:
         """The config; the tokenizer's and the others are checked with it, each may name code."""
@@ -288,6 +387,13 @@ def _read_at(fd: int, path: Path, view: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+def not_held(where: Path, layer: int, expert: int) -> StoreError:
+    """The error for a block that a store lacks."""
+    problem = f"block ({layer}, {expert}) is not in this store, which holds a part of the blocks"
+    advice = "start expert-node with --peers, which fetches what it owns, or give a whole store"
+    return StoreError(where, problem, advice)
 
 
 def _bad_block(store: Path, spec: LayerSpec, expert: int, problem: str) -> StoreCorrupt:

@@ -1,14 +1,13 @@
 """Writing a store so that it either stands whole at OUT or not at all.
 
-Beside OUT a working folder OUT.partial holds a lock, a note for each finished layer, and the store
-as far as it is written. It survives a crash; a later run with the same fingerprint goes on from it,
-any other starts over. The manifest comes last, then one rename puts the store at OUT.
+Beside OUT a working folder OUT.partial, which is locked, holds a note for each finished layer, and
+the store as far as it is written. It survives a crash; a later run with the same fingerprint goes
+on from it, any other starts over. The manifest comes last, then one rename puts the store at OUT.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from expert_network import disk
 from expert_network.errors import DiskFull, StoreError
 from expert_network.places import PARTIAL
 from expert_network.store.manifest import (
@@ -34,11 +34,9 @@ from expert_network.store.manifest import (
 
 # The suffix keeps even a finished store that was not yet renamed from being taken for one.
 _STORE = f"store{PARTIAL}"
-_LOCK = "lock"
 _FINGERPRINT = "fingerprint"
 _COPY = 1 << 20  # bytes
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class StoreWriter:
@@ -57,11 +55,15 @@ class StoreWriter:
 
     def __enter__(self) -> StoreWriter:
         check_out(self.out)
-        with disk_errors(self.out):
-            self._lock = _lock(self._work, self.out)
+        with disk.errors(self.out):
+            lock = disk.lock(self._work)
+        if lock is None:
+            advice = "wait until it ends, or choose another place"
+            raise StoreError(self.out, "another process is writing this store now", advice)
+        self._lock = lock
         try:
             check_out(self.out)  # whoever held the lock just before may have finished it
-            with disk_errors(self.out):
+            with disk.errors(self.out):
                 self._resume_or_start_over()
         except BaseException:
             self.__exit__(None, None, None)
@@ -80,7 +82,7 @@ class StoreWriter:
 
     def reserve(self, needed: int) -> None:
         """Raise DiskFull unless `needed` bytes fit, counting what finished layers hold already."""
-        with disk_errors(self.out):
+        with disk.errors(self.out):
             free = shutil.disk_usage(self._work).free
             files = [file for file in self._store.rglob("*") if file.is_file()]
             there = sum(file.stat().st_blocks * 512 for file in files)
@@ -107,7 +109,7 @@ class StoreWriter:
     def layer(self, spec: LayerSpec) -> Iterator[LayerFile]:
         """A new sparse file for one layer; removed again if the body raises."""
         path = self._store / f"{spec.file}.tmp"
-        with disk_errors(self.out), path.open("w+b") as file:
+        with disk.errors(self.out), path.open("w+b") as file:
             (self._store / spec.file).unlink(missing_ok=True)  # a damaged one; its room is needed
             os.ftruncate(file.fileno(), spec.file_bytes)
             try:
@@ -120,7 +122,7 @@ class StoreWriter:
         """Hash the blocks as the disk gives them back; from here on the layer survives a crash."""
         os.fsync(file.fd)
         spec = replace(file.spec, sha256=tuple(file.digests()))
-        _rename(file.path, self._store / spec.file)
+        disk.rename(file.path, self._store / spec.file)
         self._put(self._note(spec), [canonical(spec.sha256)])
         return spec
 
@@ -140,8 +142,8 @@ class StoreWriter:
         Manifest.from_bytes(text, self.out / MANIFEST)  # no store that could not be opened
         self.add(MANIFEST, [text])
         self._drop_strangers(manifest)
-        with disk_errors(self.out):
-            _rename(self._store, self.out)
+        with disk.errors(self.out):
+            disk.rename(self._store, self.out)
         shutil.rmtree(self._work, ignore_errors=True)
         return self.out
 
@@ -152,7 +154,7 @@ class StoreWriter:
             for old in self._work.iterdir():
                 if old.is_dir():
                     shutil.rmtree(old)
-                elif old.name != _LOCK:
+                else:
                     old.unlink()
             self._put(mark, [self._fingerprint.encode()])
         (self._store / BLOCKS).mkdir(parents=True, exist_ok=True)
@@ -168,21 +170,12 @@ class StoreWriter:
         return self._work / f"{Path(spec.file).name}.json"
 
     def _put(self, path: Path, pieces: Iterable[bytes | memoryview]) -> FileSpec:
-        """Write a file whole: under a temporary name, fsync, rename."""
-        temporary = path.with_name(f"{path.name}.tmp")
+        """Write a file whole, or not at all."""
         digest, size = hashlib.sha256(), 0
-        with disk_errors(self.out):
-            try:
-                with temporary.open("wb") as file:
-                    for piece in pieces:
-                        digest.update(piece)
-                        size += file.write(piece)
-                    file.flush()
-                    os.fsync(file.fileno())
-                _rename(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with disk.errors(self.out), disk.replacing(path) as file:
+            for piece in pieces:
+                digest.update(piece)
+                size += file.write(piece)
         return FileSpec(size, digest.hexdigest())
 
 
@@ -196,10 +189,7 @@ class LayerFile:
         """Write one tensor of one block. `data` must have the tensor's nbytes."""
         if data.nbytes != tensor.nbytes:
             raise ValueError(f"{tensor.name} has {data.nbytes} bytes, not {tensor.nbytes}")
-        offset, rest = self.spec.offset(expert) + tensor.offset, data.cast("B")
-        while rest:
-            count = os.pwrite(self.fd, rest, offset)
-            offset, rest = offset + count, rest[count:]
+        disk.write_at(self.fd, data, self.spec.offset(expert) + tensor.offset)
 
     def digests(self) -> Iterator[str]:
         """The sha256 of each block, read back one at a time."""
@@ -239,68 +229,9 @@ def check_out(out: Path) -> None:
         raise StoreError(out, "this is a file", advice)
 
 
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says about writing `path` into DiskFull or StoreError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise DiskFull(path, None, _free(path)) from error
-        reason = error.strerror or str(error)
-        problem = f"it cannot be written ({reason})"
-        raise StoreError(path, problem, "check the disk and the permissions") from error
-
-
 def _are_digests(value: object, count: int) -> bool:
     return (
         isinstance(value, list)
         and len(value) == count
         and all(isinstance(item, str) and _SHA256.fullmatch(item) for item in value)
     )
-
-
-def _free(path: Path) -> int:
-    """Bytes free where `path` would be; none if even that cannot be asked."""
-    for folder in path.parents:
-        try:
-            return shutil.disk_usage(folder).free
-        except OSError:
-            continue
-    return 0
-
-
-def _lock(work: Path, out: Path) -> int:
-    """Create the working folder and take its lock; the descriptor holds it until it is closed."""
-    while True:
-        work.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # its holder finished in between, and removed the folder
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            advice = "wait until it ends, or choose another place"
-            raise StoreError(out, "another process is writing this store now", advice) from None
-        if _same_file(fd, work / _LOCK):
-            return fd
-        os.close(fd)
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _rename(source: Path, target: Path) -> None:
-    """Rename, and have the folder's entry on the disk before going on."""
-    os.replace(source, target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -20,6 +20,7 @@ from pathlib import Path
 from string import Template
 from types import MappingProxyType
 
+from expert_network import disk
 from expert_network.errors import ServiceError
 from expert_node.config import NodeConfig
 
@@ -109,11 +110,10 @@ class ServiceManager(ABC):
         """Tell the service manager that a file is gone, if it wants to know."""
 
     def _write(self, path: Path, text: str) -> None:
-        partial = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            with disk.replacing(path) as file:
+                file.write(text.encode())
         except OSError as error:
             problem = f"{path} cannot be written ({error.strerror})"
             raise ServiceError(problem, "check the permissions of that folder") from error

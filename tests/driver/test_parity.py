@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from expert_driver.cli import main
-from expert_driver.parity import read_ids, replacing
+from expert_driver.parity import read_ids
 from expert_network.errors import InputError
 from tests.driver.programs import DEMO_STORE
 
@@ -64,19 +64,6 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     """What is neither a list nor a file says so."""
     with pytest.raises(InputError, match="neither a list"):
         read_ids("ids.npz.typo")
-
-
-def test_replacing_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A file that is broken off leaves the old one, and no other."""
-    out = tmp_path / "out"
-    out.write_text("old")
-    with pytest.raises(ZeroDivisionError), replacing(out) as file:
-        file.write(b"half")
-        raise ZeroDivisionError
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and out.read_text() == "old"
-    with replacing(out) as file:
-        file.write(b"new")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and out.read_text() == "new"
 
 
 def logits(*arguments: str | Path) -> int:

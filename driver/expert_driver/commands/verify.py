@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from expert_driver import options
-from expert_network import places
+from expert_network import disk, places
 from expert_network.commandline import progress
 from expert_network.errors import InputError
 from expert_network.store.reader import Store
@@ -33,7 +33,10 @@ def command(ctx: click.Context, store: str, home: Path | None) -> None:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         click.echo(f"{opened.path} is damaged: {count}")
         ctx.exit(InputError.exit_code)
+    held = sum(len(opened.held(layer)) for layer, _ in manifest.shape)
+    part = f" of {manifest.block_count:,}" if held < manifest.block_count else ""
     click.echo(
-        f"{opened.path} is sound: {manifest.block_count:,} blocks and {len(manifest.files)} files, "
-        f"{size(manifest.total_bytes)}, digest {manifest.digest}"
+        f"{opened.path} is sound: {held:,}{part} blocks and {len(manifest.files)} files, "
+        f"{size(disk.sizes(opened.path)[1] if part else manifest.total_bytes)}, "
+        f"digest {manifest.digest}"
     )
