@@ -87,6 +87,8 @@ class Gaining:
                     return
                 held = np.union1d(self._partition.owned(layer), experts)
                 await in_thread(partial(self._fit, layer, held, found))
+        if self._store.partial:
+            await asyncio.to_thread(self._store.sync)
 
     async def release(self, kept_now: Callable[[], Blocks]) -> None:
         """See Mover."""
@@ -96,6 +98,9 @@ class Gaining:
             if len(kept) < len(held) or self._partition.scattered(layer):
                 await in_thread(partial(self._fit, layer, kept, {}))
                 log.info("%d blocks of layer %d are let go", len(held) - len(kept), layer)
+            if self._store.partial:
+                lost = np.setdiff1d(self._store.held(layer), kept).tolist()
+                await asyncio.to_thread(self._store.drop, layer, lost)
 
     def _missing(self, blocks: Blocks) -> dict[int, Ids]:
         missing = {
@@ -131,7 +136,10 @@ class Gaining:
             nonlocal ended
             while waiting and not ended:
                 expert = waiting.pop()
-                found[expert], came = await sources.block(layer, expert)
+                data, came = await sources.block(layer, expert)
+                if came and self._store.partial:
+                    await asyncio.to_thread(self._store.keep, layer, expert, data)
+                found[expert] = data
                 self.fetched += came
                 ended = ended or not going(len(found[expert]))
 

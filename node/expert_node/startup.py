@@ -65,8 +65,9 @@ async def _invited(config: NodeConfig, join: str) -> Startup:
     path = places.cache_dir(home) / digest if config.store is None else _folder(config.store)
     with progress() as report:
         await fetch_store(list(invited.addresses.values()), path, config.key, digest, report)
-    start = invited.without(config.me)
-    return Startup(config.me, start.roster, Store.open(path, blocks=False), {}, start.addresses)
+    start, store = invited.without(config.me), Store.open(path, blocks=False)
+    store.make_room()
+    return Startup(config.me, start.roster, store, {}, start.addresses)
 
 
 def check_memory(startup: Startup, partition_bytes: int, available: int) -> None:
