@@ -121,18 +121,25 @@ async def ask_all(
 class Change:
     """One roster on its way to all of `addresses` (name -> URL), an async context manager.
 
-    proposal: what /roster/propose takes. `order` is its roster's. Left before it is committed, it
-    is cancelled everywhere.
+    model: its digest. roster: as it travels, with its digest. proposer: who, for a person. Left
+    before it is committed, the roster is cancelled everywhere.
     """
 
     def __init__(
         self,
-        proposal: Mapping[str, Any],
-        order: Order,
+        model: str,
+        roster: Mapping[str, Any],
+        proposer: str,
         addresses: Mapping[str, str],
         key: ClusterKey | None,
     ) -> None:
-        self._proposal, self.order = proposal, order
+        self._proposal = {
+            "model": model,
+            "roster": dict(roster),
+            "proposer": proposer,
+            "addresses": dict(addresses),
+        }
+        self.order: Order = (roster["epoch"], roster["digest"])
         self._clients = {
             name: ControlClient(url, key, silence=SILENCE_S) for name, url in addresses.items()
         }

@@ -19,7 +19,7 @@ from expert_network.errors import (
 from expert_network.net.address import format_url, is_ip, parse_url
 from expert_network.net.auth import ClusterKey
 from expert_network.net.rosters import Change, Seat, ask_all
-from expert_node.membership import Membership, Proposal
+from expert_node.membership import Membership, wire
 from expert_roster.roster import Roster
 
 log = logging.getLogger("expert_node")
@@ -185,13 +185,11 @@ class Joining:
         seconds: float,
     ) -> None:
         me = self._membership.name
-        proposal = Proposal(self._model, roster, f"node {me}", addresses)
 
         def heard(seats: Sequence[Seat]) -> None:
             pending = [seat.pending for seat in seats if seat.pending is not None]
             told(sum(each.done for each in pending), sum(each.total for each in pending))
 
-        change = Change(proposal.to_wire(), proposal.order, addresses, self._key)
-        async with change:
+        async with Change(self._model, wire(roster), f"node {me}", addresses, self._key) as change:
             await change.gain(heard, seconds)
             await change.commit()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
@@ -81,15 +81,6 @@ class Proposal:
             raise RosterError(f"the proposal's addresses are not understood: {error}") from None
         return cls(str(model), roster, str(proposer), addresses)
 
-    def to_wire(self) -> dict[str, Any]:
-        """Plain types for JSON; `read` reads them back."""
-        return {
-            "model": self.model,
-            "roster": wire(self.roster),
-            "proposer": self.proposer,
-            "addresses": dict(self.addresses),
-        }
-
 
 class Mover(Protocol):
     """What moves blocks. `blocks` are experts by layer."""
@@ -139,7 +130,8 @@ class _Pending:
 class Membership:
     """One node's seat. Used on the event loop, where `run` has to be running.
 
-    flipped: is told of each roster that the node begins to serve.
+    flipped: is told of each roster that the node begins to serve. addresses: of the nodes of
+    `roster`, as far as they are known. peers: more URLs where a later epoch may be heard of.
     """
 
     def __init__(
@@ -152,10 +144,13 @@ class Membership:
         flipped: Callable[[Roster], None],
         key: ClusterKey | None = None,
         addresses: Mapping[str, str] | None = None,
+        peers: Iterable[str] = (),
         times: Times | None = None,
     ) -> None:
         self.name, self._model, self._shape = name, model, shape
         self.roster, self.addresses = roster, dict(addresses or {})
+        #: Addresses of nodes that may know of a later epoch.
+        self._peers = {*peers, *self.addresses.values()}
         self._mover, self._flipped, self._key = mover, flipped, key
         self._times = times or Times()
         self._pending: _Pending | None = None
@@ -225,6 +220,8 @@ class Membership:
         pending = self._pending
         if order == self.order:
             return
+        if order > self.order:
+            self._look_soon()  # others may have begun it
         if pending is None or pending.proposal.order != order:
             raise Conflict(
                 f"node {self.name} was not proposed this roster, or has given it up; propose it "
@@ -307,7 +304,7 @@ class Membership:
     async def _look(self) -> None:
         """Begin a later epoch if others have."""
         self._look_at = monotonic() + self._times.look
-        found = await self._others(self.addresses)
+        found = await self._others(self._peers)
         # A roster from the command line is nobody's decision: it has epoch 0.
         later = [seat for seat in found if seat.order[0] > 0 and seat.order > self.order]
         if later:
@@ -315,7 +312,7 @@ class Membership:
 
     async def _ask_whether_begun(self, pending: _Pending) -> None:
         """A proposer that fell silent may have had others flip: then flip too."""
-        found = await self._others(pending.proposal.addresses)
+        found = await self._others(pending.proposal.addresses.values())
         if self._pending is not pending or not self._expired(pending):
             return
         if any(seat.order == pending.proposal.order for seat in found):
@@ -337,18 +334,18 @@ class Membership:
         addresses = {**self.addresses, **seat.addresses, seat.node: seat.url}
         self._begin(Proposal(self._model, roster, f"node {seat.node}", addresses), settled=True)
 
-    async def _others(self, addresses: Mapping[str, str]) -> list[Seat]:
+    async def _others(self, urls: Iterable[str]) -> list[Seat]:
         """What those say that can be reached and serve this model."""
-        urls = [url for name, url in addresses.items() if name != self.name]
-        answers = (await ask_all(urls, self._key)).values()
+        answers = (await ask_all(sorted(urls), self._key)).values()
         seats = [answer for answer in answers if isinstance(answer, Seat)]
-        return [seat for seat in seats if seat.model_digest == self._model]
+        return [s for s in seats if s.model_digest == self._model and s.node != self.name]
 
     # Steps
 
     def _begin(self, proposal: Proposal, settled: bool) -> _Pending:
         if self._pending is not None:
             self._drop(self._pending)
+        self._peers.update(proposal.addresses.values())
         total = self._mover.missing(self._blocks(proposal.roster))
         until = monotonic() + self._times.lease
         self._pending = _Pending(proposal, settled, until, total)
@@ -358,7 +355,10 @@ class Membership:
         return self._pending
 
     def _flip(self, pending: _Pending) -> None:
-        self.roster, self.addresses = pending.proposal.roster, dict(pending.proposal.addresses)
+        self.roster, addresses = pending.proposal.roster, pending.proposal.addresses
+        self.addresses = {n: url for n, url in addresses.items() if n in self.roster.names}
+        # Who has left need not be asked any more.
+        self._peers = set(self.addresses.values())
         self._drop(pending)
         self._release_at = monotonic() + self._times.grace
         log.info("node %s begins epoch %d", self.name, self.roster.epoch)
@@ -369,6 +369,11 @@ class Membership:
         log.warning("epoch %d is given up: %s", pending.proposal.roster.epoch, why)
         self._drop(pending)
         self._release_at = monotonic()
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        self._look_at = monotonic()
+        self._changed.set()
 
     def _drop(self, pending: _Pending) -> None:
         pending.over.set()

@@ -24,6 +24,7 @@ from expert_node.membership import (
     Times,
     blocks_of,
     read_order,
+    wire,
 )
 from expert_roster.roster import Roster
 
@@ -108,7 +109,7 @@ async def bench(
     flips: list[int] = []
     mover = FakeMover(pairs(blocks_of(AB, name, SHAPE)))
     membership = Membership(
-        name, MODEL, SHAPE, AB, mover, lambda r: flips.append(r.epoch), None, addresses, times
+        name, MODEL, SHAPE, AB, mover, lambda r: flips.append(r.epoch), None, addresses, (), times
     )
     task = asyncio.create_task(membership.run())
     try:
@@ -298,7 +299,12 @@ async def test_nobody_answers() -> None:
 def test_proposals_travel() -> None:
     """A proposal read from its JSON is the same; anything else is refused."""
     asked = proposal(a="http://a:8301")
-    message = asked.to_wire()
+    message = {
+        "model": MODEL,
+        "roster": wire(asked.roster),
+        "proposer": "ann",
+        "addresses": {"a": "http://a:8301"},
+    }
     assert Proposal.read(message) == asked
     for change in (
         {"roster": None}, {"model": 3}, {"proposer": "x" * 300}, {"proposer": "\n"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 from collections.abc import Callable, Iterator
@@ -47,7 +48,8 @@ def reply(opening: Session, *steps: tuple[int, Callable[[], Iterator[None]]]) ->
     assert opening.text is not None
     ids = opening.text.encode_chat([{"role": "user", "content": PROMPT}])
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-    waiting, going, said = list(steps), iter(()), list[int]()
+    waiting, said = list(steps), list[int]()
+    going: Iterator[None] = iter(())
     for token in opening.engine.generate(ids, opening.engine.context(), sampling):
         said.append(token)
         if waiting and len(said) >= waiting[0][0] and next(going, going) is going:
@@ -89,8 +91,6 @@ def until_left(node: NodeProcess) -> Iterator[None]:
 @contextmanager
 def pidfd(node: NodeProcess) -> Iterator[int]:
     """Something to select on that is readable once the process has ended."""
-    import os
-
     descriptor = os.pidfd_open(node.process.pid)
     try:
         yield descriptor
@@ -103,7 +103,7 @@ def roster_of(node: NodeProcess) -> tuple[int, list[str]]:
     return said["epoch"], [name for name, _ in said["nodes"]]
 
 
-@pytest.mark.skipif(not hasattr(__import__("os"), "pidfd_open"), reason="Linux waits so")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux waits so")
 def test_join_and_leave_within_a_reply(alone: list[int], tmp_path: Path) -> None:
     """The tokens of one process, no failed request, and no byte moved but what the plan says."""
     store = Store.open(DEMO_STORE)
