@@ -87,7 +87,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_at(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+def write_at(descriptor: int, data: memoryview | bytes | bytearray, offset: int) -> None:
     """Write all of `data` from `offset` on."""
     rest = memoryview(data).cast("B")
     while rest:

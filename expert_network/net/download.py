@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import aiohttp
-
 from expert_network import disk
 from expert_network.errors import NodeClosed, StoreCorrupt
+from expert_network.net.blocks import LEAVE_OUT, SLOWEST, start_of
 from expert_network.net.control import PIECE, ControlClient
 from expert_network.store.manifest import FileSpec
-
-#: Bytes a second below which a peer is no source: a download's deadline follows from its size.
-SLOWEST = 64 << 10
-#: What to do about a peer whose bytes are wrong.
-LEAVE_OUT = "leave that node out, and verify its store with `expert-net verify`"
-
-_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/\d{1,15}")
 
 
 async def download(
@@ -130,9 +121,9 @@ async def _pull(
         headers = {"Range": f"bytes={sink.size}-", "If-Range": f'"{spec.sha256}"'}
     deadline = client.total + spec.size / slowest
     async with client.get(path, headers, (200, 206), deadline) as response:
-        if _start(response) != sink.size:
+        if start_of(response) != sink.size:
             moved(-sink.start_over())
-        if _start(response) != sink.size:
+        if start_of(response) != sink.size:
             raise StoreCorrupt(path, f"node {client.url} sent another part of it", LEAVE_OUT)
         async for piece in response.content.iter_chunked(PIECE):
             if sink.size + len(piece) > spec.size:
@@ -144,11 +135,3 @@ async def _pull(
     if sink.size < spec.size:
         problem = f"sent {sink.size} of the {spec.size} bytes of {path}"
         raise NodeClosed(client.url, problem, "check that it still runs, and its log")
-
-
-def _start(response: aiohttp.ClientResponse) -> int | None:
-    """At which byte of the whole the answer begins."""
-    if response.status == 200:
-        return 0
-    match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
-    return int(match[1]) if match else None

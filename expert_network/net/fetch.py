@@ -29,8 +29,9 @@ from expert_network.errors import (
     StoreError,
 )
 from expert_network.net.auth import ClusterKey
+from expert_network.net.blocks import LEAVE_OUT
 from expert_network.net.control import SILENCE, TOTAL, ControlClient
-from expert_network.net.download import LEAVE_OUT, download
+from expert_network.net.download import download
 from expert_network.places import PARTIAL
 from expert_network.progress import Progress, silent
 from expert_network.store.manifest import (

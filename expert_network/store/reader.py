@@ -142,7 +142,7 @@ class Store:
                 Marks(self.path, spec).lay_out()
         self.has_blocks = True
 
-    def keep(self, layer: int, expert: int, data: memoryview | bytes) -> None:
+    def keep(self, layer: int, expert: int, data: memoryview | bytes | bytearray) -> None:
         """Verify one block's bytes and put them in their place, to be read from now on.
 
         They outlive this process, and a power cut once `sync` has been called. Raises KeyError,
