@@ -185,17 +185,22 @@ class Partition:
             self.put(spec, self.fitted(spec, self.owned(spec.layer)))
 
     def fitted(
-        self, spec: LayerSpec, experts: NDArray[np.intp], more: Mapping[int, Block] | None = None
+        self,
+        spec: LayerSpec,
+        experts: NDArray[np.intp],
+        more: Callable[[int], Block] | None = None,
     ) -> Layer | None:
         """A layer of just these experts in one part, for `put`; None without any.
 
-        Those that are held are copied, the others are in `more`, verified. Takes the layer's bytes
+        Those that are held are copied, `more` gives the others, verified. Takes the layer's bytes
         once more and changes nothing yet: any thread may do it, and evaluates.
         """
 
         def read(expert: int, pieces: Sequence[memoryview]) -> None:
-            held = self.holds(spec.layer, expert)
-            block = self.block_bytes(spec.layer, expert) if held else (more or {})[expert]
+            if more is None or self.holds(spec.layer, expert):
+                block: Block = self.block_bytes(spec.layer, expert)
+            else:
+                block = more(expert)
             _scatter(block, pieces)
 
         return self._made(spec, np.sort(experts), read) if len(experts) else None

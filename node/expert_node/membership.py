@@ -88,14 +88,8 @@ class Mover(Protocol):
     def missing(self, blocks: Blocks) -> int:
         """Bytes of those that are not held."""
 
-    async def gain(
-        self,
-        blocks: Blocks,
-        roster: Roster,
-        addresses: Mapping[str, str],
-        going: Callable[[int], bool],
-    ) -> None:
-        """Hold them too, from the disk or from the nodes of `roster`, each verified.
+    async def gain(self, blocks: Blocks, urls: Iterable[str], going: Callable[[int], bool]) -> None:
+        """Hold them too, from the disk or from the nodes at `urls`, each verified.
 
         going: is told of bytes that are held now; False ends it. Raises ExpertNetworkError.
         """
@@ -286,7 +280,7 @@ class Membership:
 
         try:
             blocks = self._blocks(pending.proposal.roster)
-            await self._mover.gain(blocks, self.roster, self._sources(pending), going)
+            await self._mover.gain(blocks, self._sources(pending), going)
         except ExpertNetworkError as error:
             log.warning("node %s cannot take its part of a new roster: %s", self.name, error)
             pending.error = str(error).removesuffix(".")
@@ -383,10 +377,9 @@ class Membership:
     def _expired(self, pending: _Pending) -> bool:
         return not pending.settled and monotonic() >= pending.until
 
-    def _sources(self, pending: _Pending) -> dict[str, str]:
+    def _sources(self, pending: _Pending) -> list[str]:
         found = {**self.addresses, **pending.proposal.addresses}
-        found.pop(self.name, None)
-        return found
+        return [url for name, url in found.items() if name != self.name]
 
     def _blocks(self, roster: Roster) -> Blocks:
         return blocks_of(roster, self.name, self._shape)

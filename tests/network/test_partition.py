@@ -244,7 +244,10 @@ def fit(part: Partition, store: Store, layer: int, experts: list[int]) -> None:
     """Hold these experts of a layer alone; the store gives what is not held."""
     missing = [expert for expert in experts if not part.holds(layer, expert)]
     spec = store.manifest.layer(layer)
-    part.put(spec, part.fitted(spec, np.array(experts, np.intp), taken(store, layer, missing)))
+    part.put(
+        spec,
+        part.fitted(spec, np.array(experts, np.intp), taken(store, layer, missing).__getitem__),
+    )
 
 
 KERNELS: tuple[Kernels, ...] = ("native", "mlx") if kernels.available() else ("mlx",)
@@ -254,7 +257,7 @@ KERNELS: tuple[Kernels, ...] = ("native", "mlx") if kernels.available() else ("m
 def test_what_is_held_changes(store: Store, chosen: Kernels) -> None:
     """A layer gains blocks and gives others up, and computes the bits of one loaded so at once."""
     part, spec = load_partition(store, BLOCKS, detect(chosen)), store.manifest.layer(0)
-    made = part.fitted(spec, np.array([7, 5, 2]), taken(store, 0, [5]))
+    made = part.fitted(spec, np.array([7, 5, 2]), taken(store, 0, [5]).__getitem__)
     assert part.owned(0).tolist() == [0, 2, 3, 7]  # until it is put
     part.put(spec, made)
     assert (part.owned(0).tolist(), part.blocks) == ([2, 5, 7], 4)

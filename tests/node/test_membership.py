@@ -6,7 +6,7 @@ Blocks are moved by a made-up mover; other nodes are real HTTP servers of this p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,13 +56,7 @@ class FakeMover:
     def missing(self, blocks: Blocks) -> int:
         return len(pairs(blocks) - self.held)
 
-    async def gain(
-        self,
-        blocks: Blocks,
-        roster: Roster,
-        addresses: Mapping[str, str],
-        going: Callable[[int], bool],
-    ) -> None:
+    async def gain(self, blocks: Blocks, urls: Iterable[str], going: Callable[[int], bool]) -> None:
         for block in sorted(pairs(blocks) - self.held):
             await self.go.wait()
             if self.error is not None:
