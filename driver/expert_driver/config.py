@@ -46,7 +46,7 @@ class NetworkConfig:
     """Which nodes, and how to talk to them. No nodes: all experts in this process.
 
     `wire` is "bf16", "f16", "f32" or "int8", None for the mode's own; `home` holds the models
-    folder and the cache.
+    folder and the cache. hedge: whether replicas are asked too for a row that is late.
     """
 
     nodes: tuple[str, ...]
@@ -55,3 +55,4 @@ class NetworkConfig:
     key: ClusterKey | None
     home: Path
     computing: Computing = Computing()
+    hedge: bool = False

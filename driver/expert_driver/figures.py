@@ -106,7 +106,8 @@ class NetworkFigures:
 
     Those of a single row are counted apart: a token that is generated costs one in each layer.
     `single_s` are their durations in seconds, `single_bytes` what they sent and received.
-    `failovers`: how often a node's part was asked of others, since it did not answer.
+    `failovers`: how often a node's part was asked of others, since it did not answer; `hedges`:
+    since it was late.
     """
 
     mode: str
@@ -117,6 +118,7 @@ class NetworkFigures:
     singles: int = 0
     single_bytes: int = 0
     failovers: int = 0
+    hedges: int = 0
     single_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def count(self, rows: int, seconds: float, traffic: int) -> None:
@@ -131,7 +133,8 @@ class NetworkFigures:
         """Start counting anew."""
         for node in self.nodes:
             node.reset()
-        self.dispatches = self.singles = self.single_bytes = self.failovers = 0
+        self.dispatches = self.singles = self.single_bytes = 0
+        self.failovers = self.hedges = 0
         self.single_s.clear()
 
     @property
@@ -175,6 +178,8 @@ def lines(
     ]
     if network.failovers:
         found.append(f"failovers: {network.failovers} parts of a layer were asked of other nodes")
+    if network.hedges:
+        found.append(f"hedges: {network.hedges} late parts of a layer were asked of others too")
     return [*found, *where, *shares(network.nodes)]
 
 

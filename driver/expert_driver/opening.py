@@ -126,7 +126,8 @@ def connect(config: NetworkConfig, manifest: Manifest, backend: Backend) -> Netw
         peers=config.nodes[:MAX_PEERS],
     )
     opener = Opener(config.key, hello, lambda layer: manifest.layer(layer).hidden)
-    return Network(config.nodes, wanted, opener.open, warn, asking(config.key))
+    ask = asking(config.key)
+    return Network(config.nodes, wanted, opener.open, warn, config.hedge, ask)
 
 
 def choose_wire(config: NetworkConfig, compute_dtype: str) -> WireDType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from expert_network.errors import StoreError
 @click.command("run", context_settings=options.CONTEXT)
 @options.store_argument
 @options.network_options
+@click.option(
+    "--hedge",
+    is_flag=True,
+    help="Ask replicas too for a row that is late, and take what is there first.",
+)
 @click.option("--chat", is_flag=True, help="Chat; meant at a terminal when there is no -p.")
 @click.option("-p", "--prompt", help="Reply to this and end; - reads it from standard input.")
 @click.option("--system-prompt", help="What the model is told before the conversation.")
@@ -32,6 +38,7 @@ def command(
     wire: str | None,
     key_file: Path | None,
     home: Path | None,
+    hedge: bool,
     chat: bool,
     prompt: str | None,
     system_prompt: str | None,
@@ -56,6 +63,7 @@ def command(
     if question is not None and not question.strip():
         raise click.UsageError("the prompt is empty.")
     config = options.network_config(nodes, exact, wire, key_file, home, computing)
+    config = replace(config, hedge=hedge)
     # Imported here: all of it imports MLX.
     from expert_driver import talk
 

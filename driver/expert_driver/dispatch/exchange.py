@@ -49,6 +49,8 @@ class Exchange:
         #: When deadlines are looked at next, and when what had come was last looked at anew.
         self._check_at = self._looked = 0.0
         self.lost = False
+        #: Who else owns what a late job of one row was asked for; None: it is waited for.
+        self.rivals: Callable[[Job], Sequence[Job]] | None = None
         #: Who else is asked for what a job has not answered: no jobs, if nobody can be.
         self.reroute: Callable[[Job, ExpertNetworkError], Sequence[Job]] = lambda job, error: ()
         #: What is reported then.
@@ -85,6 +87,7 @@ class Exchange:
 
         `sent` bytes of its dispatch have gone for each job, and `came` has come.
         """
+        gathering.asked = since
         for job, sent_of, came_of in zip(gathering.jobs, sent, came, strict=True):
             link, share = job.link, job.parts[0]
             if self._links.get(link.descriptor) is not link:
@@ -112,7 +115,12 @@ class Exchange:
             # What has come by now came in time, however late we look: there is time to take it.
             self._looked = monotonic()
             self._check_at = self._looked + LATE_LOOK
+            hedge_at = self._hedge_at(gathering)
             while gathering.owing and (not gathering.failed or monotonic() < gathering.over_at):
+                if monotonic() >= hedge_at:
+                    hedge_at = float("inf")
+                    self._hedge(gathering)
+                self._check_at = min(self._check_at, hedge_at)
                 self._step()
             if self._pushing:
                 self._push_all()
@@ -126,6 +134,23 @@ class Exchange:
         for job in gathering.jobs:
             job.gathering = None
         return gathering.values.made
+
+    def hedges_after(self) -> float:
+        """Seconds after which a row is asked of others too; infinite if never, or not known yet."""
+        return self.pace.late if self.rivals is not None else float("inf")
+
+    def _hedge_at(self, gathering: Gathering) -> float:
+        single = all(len(job.parts) == len(job.parts[0].rows) == 1 for job in gathering.jobs)
+        return gathering.asked + self.hedges_after() if single else float("inf")
+
+    def _hedge(self, gathering: Gathering) -> None:
+        """Ask others as well for what is late."""
+        assert self.rivals is not None
+        for job in list(gathering.jobs):
+            if not job.done and job.rivals is None and (others := self.rivals(job)):
+                gathering.hedge(job, others)
+                for other in others:
+                    self._send(other)
 
     def abandon(self) -> None:
         """Close every link on which something is owed."""
@@ -294,6 +319,11 @@ class Exchange:
             gathering = job.gathering
             if gathering is None or job.done:
                 continue
+            if job.rivals is not None:
+                late = job.rivals.job
+                gathering.withdraw(late)
+                if job is not late:  # a rival that fails leaves all to whom it was to help
+                    continue
             others = () if final or gathering.failed else self.reroute(job, error)
             if others:
                 gathering.replace(job, others)

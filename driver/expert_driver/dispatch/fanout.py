@@ -174,7 +174,8 @@ class Row:
                 if exchange.looks:
                     exchange.look()
                 total = np.empty((1, self._layer.hidden), np.float32)
-                self.traffic = _native.fan_in(self._layer.native, total, WAIT_S)
+                seconds = min(WAIT_S, exchange.hedges_after())
+                self.traffic = _native.fan_in(self._layer.native, total, seconds)
             except BaseException:
                 exchange.abandon()
                 raise

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from dataclasses import dataclass, replace
+from time import monotonic, perf_counter
 from typing import Any
 
 import numpy.typing as npt
@@ -53,12 +53,13 @@ class Job:
     """One node's part of a call, in as many dispatches as its limits ask for.
 
     place: its number among the jobs of the call. left: parts that are not answered. cause: why the
-    node that was asked for this before did not answer.
+    node that was asked for this before did not answer. rivals: whose answer counts instead, if it
+    is there first.
     """
 
     __slots__ = (
         "adopt", "call", "cause", "compute_us", "done", "dtype", "figures", "gathering", "in_bytes",
-        "left", "link", "out_bytes", "parts", "place", "queue_us", "replied", "sent",
+        "left", "link", "out_bytes", "parts", "place", "queue_us", "replied", "rivals", "sent",
     )  # fmt: skip
 
     gathering: Gathering | None
@@ -74,6 +75,7 @@ class Job:
         cause: ExpertNetworkError | None = None,
     ) -> None:
         self.adopt, self.cause, self.gathering = adopt, cause, None
+        self.rivals: Rivals | None = None
         self.link, self.call, self.dtype, self.figures = link, call, dtype, figures
         self.parts, self.left = parts, len(parts)
         self.place = 0
@@ -109,6 +111,17 @@ class Job:
         )  # fmt: skip
 
 
+class Rivals:
+    """Jobs that together ask others for all that one late `job` of one part was asked for.
+
+    kept: what has come of them.
+    """
+
+    def __init__(self, job: Job, others: Sequence[Job]) -> None:
+        self.job, self.others = job, others
+        self.kept: dict[Job, tuple[Share, Reply]] = {}
+
+
 class Gathering:
     """The jobs of one call while they are under way. `values` takes what comes.
 
@@ -120,6 +133,7 @@ class Gathering:
     def __init__(self, jobs: Sequence[Job], values: Values) -> None:
         self.jobs, self.values = list(jobs), values
         self.given_up: set[str] = set()
+        self.asked = monotonic()
         self.owing = len(jobs)
         self.failed: list[ExpertNetworkError] = []
         self.over_at = float("inf")
@@ -128,8 +142,15 @@ class Gathering:
 
     def take(self, job: Job, share: Share, reply: Reply) -> None:
         """Take the answer to one part. Raises NodeRefused for values that are not finite."""
-        if job.done:  # it has failed, and this was under way
+        if job.done:  # it has failed or lost, and this was under way
             return
+        if job.rivals is not None and job.rivals.job is not job:
+            self._keep(job.rivals, job, share, reply)
+            return
+        self.withdraw(job)
+        self._put(job, share, reply)
+
+    def _put(self, job: Job, share: Share, reply: Reply) -> None:
         if not self.values.put(job.place, share, reply.data, reply.dtype):
             job.link.close()
             problem = "answered with values that are not finite"
@@ -139,6 +160,34 @@ class Gathering:
             self.values.finish(job.place)
             job.done = True
             self.owing -= 1
+
+    def hedge(self, job: Job, others: Sequence[Job]) -> None:
+        """Let others answer `job`, whose only part is late: what is whole first counts."""
+        job.rivals = Rivals(job, others)
+        for other in others:
+            other.place, other.gathering, other.rivals = len(self.jobs), self, job.rivals
+            self.jobs.append(other)
+
+    def withdraw(self, job: Job) -> None:
+        """Let the rivals of `job` have lost, if there are any."""
+        rivals, job.rivals = job.rivals, None
+        if rivals is not None:
+            for other in rivals.others:
+                other.done = True
+                self.values.finish(other.place)
+
+    def _keep(self, rivals: Rivals, job: Job, share: Share, reply: Reply) -> None:
+        """Keep what a rival has answered, until all have and the late job has lost."""
+        rivals.kept[job] = share, replace(reply, data=reply.data.copy())
+        if len(rivals.kept) < len(rivals.others):
+            return
+        late = rivals.job
+        late.rivals, late.done = None, True
+        self.values.finish(late.place)
+        self.owing += len(rivals.others) - 1
+        for other, (part, answer) in rivals.kept.items():
+            other.rivals = None
+            self._put(other, part, answer)
 
     @property
     def traffic(self) -> int:

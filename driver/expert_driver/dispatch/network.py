@@ -39,7 +39,8 @@ class Network:
     `ready` is to be called before every use: it opens what is closed again, with all checks, and
     sees which nodes are away and whether there is a new roster. `observer` is told of every
     dispatch that all nodes have replied to, `notice` gets a sentence when a node goes or comes
-    back. ask: how nodes are asked for their roster; without it the roster stays as it was.
+    back. hedge: whether a row that is late is asked of replicas too. ask: how nodes are asked for
+    their roster; without it the roster stays as it was.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Network:
         wanted: Wanted,
         open_link: Callable[[str], Link],
         notice: Callable[[str], None] = lambda sentence: None,
+        hedge: bool = False,
         ask: Ask = lambda urls: (),
     ) -> None:
         self._urls, self.wanted, self._open = tuple(urls), wanted, open_link
@@ -65,6 +67,7 @@ class Network:
         self.links: list[Link] = []
         self.exchange = Exchange()
         self.exchange.reroute, self.exchange.nowhere = self._reroute, self._nowhere
+        self.exchange.rivals = self._rivals if hedge else None
         self.observer: Callable[[DispatchTimes], None] | None = None
         mode = "exact" if wanted.exact else "sum"
         #: What `figures` gives once all is counted; all nodes that were ever linked.
@@ -246,14 +249,31 @@ class Network:
 
     def _reroute(self, job: Job, error: ExpertNetworkError) -> Sequence[Job]:
         """Ask the next owners of what `job` has not answered."""
-        gathering, call = job.gathering, job.call
-        assert gathering is not None
-        gathering.given_up.add(job.link.name)
+        assert job.gathering is not None
+        job.gathering.given_up.add(job.link.name)
+        jobs = self._instead(job, job.gathering.given_up)
+        for other in jobs:
+            other.cause = job.cause or error
+        self.counters.failovers += bool(jobs)
+        return jobs
+
+    def _rivals(self, job: Job) -> Sequence[Job]:
+        """Ask the next owners of what is late, if others own all of it."""
+        assert job.gathering is not None
+        jobs = self._instead(job, job.gathering.given_up | {job.link.name})
+        if any(other.adopt for other in jobs):
+            return ()
+        self.counters.hedges += bool(jobs)
+        return jobs
+
+    def _instead(self, job: Job, given_up: set[str]) -> list[Job]:
+        """Jobs for the next owners, but for those given up, of what `job` has not answered."""
+        call = job.call
         able = [
             (link, figures)
             for link, figures in zip(self.links, self.figures_of_links, strict=True)
             if not link.closed
-            and link.name not in gathering.given_up
+            and link.name not in given_up
             and _dtype(link, call, job) in call.rows
         ]
         names = [link.name for link, _ in able]
@@ -262,9 +282,7 @@ class Network:
             link, figures = able[taken.node]
             dtype = _dtype(link, call, job)
             shares = [part for share in taken.shares for part in parts(share, link, call, dtype)]
-            cause = job.cause or error
-            jobs.append(Job(link, call, dtype, shares, figures, taken.adopt, cause))
-        self.counters.failovers += bool(jobs)
+            jobs.append(Job(link, call, dtype, shares, figures, taken.adopt))
         return jobs
 
     def _nowhere(self, job: Job, error: ExpertNetworkError) -> ExpertNetworkError:

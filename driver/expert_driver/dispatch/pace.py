@@ -24,6 +24,13 @@ class Pace:
         self._times.append(seconds)
 
     @property
+    def late(self) -> float:
+        """Seconds that one dispatch in twenty takes longer than; infinite if not known yet."""
+        if len(self._times) < ENOUGH:
+            return float("inf")
+        return sorted(self._times)[len(self._times) * 19 // 20]
+
+    @property
     def silence(self) -> float:
         """Seconds without a frame after which a node is given up; infinite if not known yet."""
         if len(self._times) < ENOUGH:

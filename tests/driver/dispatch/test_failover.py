@@ -35,7 +35,7 @@ from tests.driver.dispatch.asking import (
     separate,
     summed,
 )
-from tests.driver.fakes import HIDDEN, FakeLink, FakeNode
+from tests.driver.fakes import HIDDEN, FakeLink, FakeNode, answer
 
 Fault = Callable[[FakeLink, Dispatch], object]
 
@@ -290,3 +290,125 @@ def test_pace() -> None:
     for _ in range(100):
         pace.saw(0.0)
     assert pace.silence == LEAST_S
+
+
+# --- hedging
+
+
+def hedged(experts: NetworkExperts) -> NetworkExperts:
+    """The same, asking replicas for what is late."""
+    network = experts._network
+    network.exchange.rivals = network._rivals
+    return experts
+
+
+@pytest.mark.parametrize("ask", [summed, separate])
+def test_a_late_row_is_asked_of_replicas(ask: Any) -> None:
+    """Whoever is first counts, once: a node that is late is neither waited for nor left out."""
+    expected = (SUM if ask is summed else OUTPUTS)[:1]
+    with network(2) as (nodes, plain, said):
+        experts, released = hedged(plain), Event()
+        for _ in range(ENOUGH + 2):
+            ask(experts, 1)
+        late = next(node for node in nodes if node.dispatches)
+
+        def slow(link: FakeLink, dispatch: Dispatch) -> None:
+            late.behave = answer
+            assert released.wait(20)
+            answer(link, dispatch)
+
+        late.behave = slow
+        started = monotonic()
+        np.testing.assert_allclose(ask(experts, 1), expected, rtol=1e-5)
+        assert monotonic() - started < 1.5  # which is less than any silence that is taken for death
+        figures = experts._network.figures
+        assert figures.hedges == 1 and figures.failovers == 0
+        released.set()
+        for _ in range(3):
+            np.testing.assert_allclose(ask(experts, 1), expected, rtol=1e-5)
+        assert not said and len(experts._network.links) == 3
+
+
+def test_a_late_node_may_still_be_first() -> None:
+    """When the late node answers before its rivals theirs goes nowhere."""
+    with network(2) as (nodes, plain, _):
+        experts = hedged(plain)
+        for _ in range(ENOUGH + 2):
+            summed(experts, 1)
+        late = next(node for node in nodes if node.dispatches)
+        asked, released = Event(), Event()
+
+        def after_the_rivals(link: FakeLink, dispatch: Dispatch) -> None:
+            late.behave = answer
+            assert asked.wait(20)
+            answer(link, dispatch)
+            released.set()
+
+        def later(link: FakeLink, dispatch: Dispatch) -> None:
+            asked.set()
+            assert released.wait(20)
+            answer(link, dispatch)
+
+        late.behave = after_the_rivals
+        for node in nodes:
+            if node is not late and not node.dispatches:
+                node.behave = later
+        others = [node for node in nodes if node is not late and node.dispatches]
+        for node in others:
+            node.behave = _second_time(later)
+        np.testing.assert_allclose(summed(experts, 1), SUM[:1], rtol=1e-5)
+        for node in nodes:
+            node.behave = answer
+        for _ in range(3):
+            np.testing.assert_allclose(summed(experts, 1), SUM[:1], rtol=1e-5)
+
+
+def _second_time(behave: Any) -> Any:
+    """Answer once, and do `behave` after that."""
+    count = [0]
+
+    def both(link: FakeLink, dispatch: Dispatch) -> None:
+        count[0] += 1
+        (answer if count[0] == 1 else behave)(link, dispatch)
+
+    return both
+
+
+def test_rivals_that_fail_leave_the_late_one_alone() -> None:
+    """A rival's failure is no failure of the dispatch: who is late is waited for."""
+    with network(2) as (nodes, plain, _):
+        experts = hedged(plain)
+        for _ in range(ENOUGH + 2):
+            summed(experts, 1)
+        late = next(node for node in nodes if node.dispatches)
+        asked = Event()
+
+        def slow(link: FakeLink, dispatch: Dispatch) -> None:
+            late.behave = answer
+            assert asked.wait(20)
+            answer(link, dispatch)
+
+        def hang(link: FakeLink, dispatch: Dispatch) -> None:
+            asked.set()
+            hang_up(link, dispatch)
+
+        late.behave = slow
+        for node in nodes:
+            if node is not late:
+                node.behave = _second_time(hang) if node.dispatches else hang
+        np.testing.assert_allclose(summed(experts, 1), SUM[:1], rtol=1e-5)
+        for node in nodes:
+            node.behave = answer
+        np.testing.assert_allclose(summed(experts, 1), SUM[:1], rtol=1e-5)
+
+
+def test_nothing_is_hedged_without_replicas() -> None:
+    """A node is never asked to adopt a block only since its owner is late."""
+    with network(1) as (nodes, plain, _):
+        experts = hedged(plain)
+        for _ in range(ENOUGH + 2):
+            summed(experts, 1)
+        for _ in range(20):
+            summed(experts, 1)
+        assert experts._network.figures.hedges == 0
+        assert not any(dispatch.adopt for node in nodes for dispatch in node.dispatches)
