@@ -6,6 +6,7 @@ ExpertNetworkError                      exit code 1
     CheckpointError                         a Hugging Face checkpoint
     StoreError                              a store on disk
       StoreCorrupt                          bytes that do not match the manifest
+    BlockCorrupt                            the same, in a node's memory
     RosterError                             a roster, a node name, a weight
     ConfigRefused                           a config that asks to run code
   ResourceError                         5   the machine has too little of something
@@ -77,6 +78,20 @@ class StoreError(InputError):
 
 class StoreCorrupt(StoreError):
     """Bytes on disk or from a peer that do not match the manifest's sha256."""
+
+
+class BlockCorrupt(InputError):
+    """A node computes with other bytes than the manifest says."""
+
+    def __init__(self, node: str, layer: int, expert: int) -> None:
+        super().__init__(node, layer, expert)
+        self.node, self.layer, self.expert = node, layer, expert
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node} has a damaged block ({self.layer}, {self.expert}) in memory; start "
+            "it again, and if that comes back, test that machine's memory."
+        )
 
 
 class RosterError(InputError):

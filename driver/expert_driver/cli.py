@@ -15,13 +15,14 @@ COMMANDS = {
     "logits": "Write the logits of given token ids to a file.",
     "bench": "Measure how fast a model runs here, and what that is made of.",
     "status": "Show who owns what on a network, and whether it can work.",
+    "chaos": "Have things go wrong between here and the nodes, and check the replies.",
     "demo": "Start two nodes on this machine and answer a prompt through them.",
     "key": "Make a cluster key.",
     "roster": "Compare two rosters: what a change would move.",
     "preprocess": "Turn a Hugging Face checkpoint into a store.",
     "download": "Fetch a model and turn it into a store.",
     "models": "List the supported models with their sizes.",
-    "verify": "Hash everything in a store again.",
+    "verify": "Hash a store again, or blocks in the memories of nodes.",
 }
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from expert_driver.status import NodeStatus
-from expert_network.errors import ExpertNetworkError, NetworkMismatch
+from expert_network.errors import ExpertNetworkError, NetworkMismatch, StoreCorrupt
 from expert_network.net.auth import ClusterKey
+from expert_network.net.blocks import LEAVE_OUT
 from expert_network.net.control import ControlClient
 from expert_network.net.fetch import fetch_store
 from expert_network.progress import Progress
+from expert_network.store.manifest import MANIFEST, MAX_MANIFEST, Manifest
 from expert_network.store.reader import Store
 
 T = TypeVar("T")
@@ -27,7 +30,7 @@ def fetch(urls: Sequence[str], key: ClusterKey | None, cache: Path, progress: Pr
     """
 
     async def run() -> Path:
-        digest = await _one_digest(urls, key)
+        digest = (await _of_one_model(urls, key))[0].model_digest
         return await fetch_store(urls, cache / digest, key, digest, progress)
 
     return Store.open(asyncio.run(run()), blocks=False)
@@ -51,22 +54,54 @@ async def _status(url: str, key: ClusterKey | None) -> NodeStatus:
         return NodeStatus(url, str(error).removesuffix("."))
 
 
-async def _one_digest(urls: Sequence[str], key: ClusterKey | None) -> str:
-    async def ask(url: str) -> str:
+def holders(
+    urls: Sequence[str], key: ClusterKey | None, own: Store | None
+) -> tuple[list[NodeStatus], Manifest]:
+    """What the nodes at `urls` hold, in their order, and the manifest of it.
+
+    Raises as `fetch` does; NetworkMismatch as well if it is not the model of the store `own`.
+    """
+
+    async def run() -> tuple[list[NodeStatus], Manifest]:
+        nodes = await _of_one_model(urls, key)
+        return nodes, await _manifest(nodes[0], key) if own is None else own.manifest
+
+    nodes, manifest = asyncio.run(run())
+    held = nodes[0].model_digest
+    if held != manifest.digest:
+        raise NetworkMismatch(
+            f"the nodes hold another model ({held[:12]}) than this driver's store "
+            f"({manifest.digest[:12]}); name the store that they were started with, or none."
+        )
+    return nodes, manifest
+
+
+async def _manifest(node: NodeStatus, key: ClusterKey | None) -> Manifest:
+    async with ControlClient(node.url, key) as client:
+        data = await client.get_bytes("/manifest", MAX_MANIFEST)
+    if hashlib.sha256(data).hexdigest() != node.model_digest:
+        problem = f"what node {node.url} sent is not the manifest {node.model_digest[:12]}"
+        raise StoreCorrupt(MANIFEST, problem, LEAVE_OUT)
+    return Manifest.from_bytes(data, node.url)
+
+
+async def _of_one_model(urls: Sequence[str], key: ClusterKey | None) -> list[NodeStatus]:
+    async def ask(url: str) -> NodeStatus:
         async with ControlClient(url, key) as client:
             status = NodeStatus.read(url, {"status": "ok"}, await client.get_json("/status"))
             if status.error:
                 raise NetworkMismatch(f"{status.error}.")
-            return status.model_digest
+            return status
 
-    found = dict(zip(urls, await _all(ask, urls), strict=True))
+    nodes = await _all(ask, urls)
+    found = {node.url: node.model_digest for node in nodes}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{url}: {digest[:12]}" for url, digest in found.items())
         raise NetworkMismatch(
             f"the nodes serve different models ({listed}); start them with the same store, or name "
             "only those that have one."
         )
-    return next(iter(found.values()))
+    return nodes
 
 
 async def _all(ask: Callable[[str], Awaitable[T]], urls: Sequence[str]) -> list[T]:

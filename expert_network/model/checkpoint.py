@@ -229,9 +229,9 @@ def _data_bytes(shard: Path, header: bytes) -> int:
         end = 0
         for begin, after in spans:
             # Each begins where the one before it ended: the format allows no gaps, no overlaps.
-            if begin != end or after < begin:
+            if begin != end or type(after) is not int or after < begin:
                 raise ValueError("its tensors overlap or leave gaps")
-            end = int(after)
+            end = after
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(shard, "its safetensors header is damaged", _AGAIN) from error
     return end

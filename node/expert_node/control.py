@@ -4,6 +4,7 @@
     GET /status                     who this is, what it holds, what it has done
     GET /manifest                   the canonical manifest; its ETag is the model digest
     GET /block/{layer}/{expert}     one block's bytes; its ETag is their sha256
+    GET /block/{layer}/{expert}/proof?nonce=HEX     that it is right in memory, see net/proof.py
     GET /file/{name}                a file of the manifest
     GET /metrics                    for Prometheus
     GET /roster                     the roster that is served, and the one that is proposed
@@ -33,8 +34,9 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from expert_network.errors import KeyRefused, RosterError, StoreError
+from expert_network.errors import InputError, KeyRefused, NotOwned, RosterError, StoreError
 from expert_network.net.auth import ClusterKey, NonceTable, challenge, verify
+from expert_network.net.proof import proof, read_nonce
 from expert_network.net.rosters import ANSWER_S, Order
 from expert_network.units import size
 from expert_node.content import Content, Source, send
@@ -67,6 +69,8 @@ class Control:
         self._state = state
         self._store = state.settled.store
         self._sending_blocks = asyncio.Semaphore(BLOCKS_AT_ONCE)
+        # One core at most, whoever asks.
+        self._proving = asyncio.Lock()
         self._exposition = exposition(state.counters, state.build(), state.gauges)
 
     def routes(self) -> list[web.RouteDef]:
@@ -76,6 +80,7 @@ class Control:
             web.get("/status", self.status),
             web.get("/manifest", self.manifest),
             web.get(r"/block/{layer:\d{1,5}}/{expert:\d{1,5}}", self.block),
+            web.get(r"/block/{layer:\d{1,5}}/{expert:\d{1,5}}/proof", self.proof),
             web.get("/file/{name}", self.file),
             web.get("/metrics", self.metrics),
             web.get("/link", self.link, allow_head=False),
@@ -119,6 +124,23 @@ class Control:
             if data is None:
                 self._not_here(layer, expert)
             return await send(request, Content(spec.block_bytes, spec.sha256[expert], _held(data)))
+
+    async def proof(self, request: web.Request) -> web.Response:
+        layer, expert = int(request.match_info["layer"]), int(request.match_info["expert"])
+        try:
+            nonce = read_nonce(request.query.get("nonce", ""))
+        except InputError as error:
+            raise web.HTTPBadRequest(text=str(error)) from None
+        partition = self._serving().partition
+        try:
+            async with self._proving:
+                given = await asyncio.to_thread(
+                    lambda: proof(nonce, partition.block_bytes(layer, expert))
+                )
+        except NotOwned:
+            name = self._state.settled.name
+            _missing(f"node {name} has no block ({layer}, {expert}) in memory")
+        return web.json_response({"proof": given})
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         return await hand_over(request, self._serving().links)

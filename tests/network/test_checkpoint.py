@@ -185,6 +185,11 @@ def _damaged_header(path: Path) -> None:
     (path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b'{"a": 1}')
 
 
+def _endless_tensor(path: Path) -> None:
+    text = b'{"a":{"data_offsets":[0,Infinity]}}'
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
 def _lfs_pointer(path: Path) -> None:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
     (path / "model.safetensors").write_text(text)
@@ -226,6 +231,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "too long": (_too_long, "too long"),
     "absurd header": (_absurd_header, "no safetensors file"),
     "damaged header": (_damaged_header, "header is damaged"),
+    "a tensor without an end": (_endless_tensor, "header is damaged"),
     "tensors on top of each other": (_overlap, "header is damaged"),
     "more experts per token than there are": (
         _config(num_experts_per_tok=9),

@@ -124,7 +124,7 @@ async def test_a_change() -> None:
         (said(pending=pending(digest="0c" * 32)), NetworkMismatch, "ann is setting another roster"),
         (said(pending=pending(error="no room")), NodeRefused, "cannot take its part .*: no room"),
         (said(node="z"), NodeRefused, "is node z, where node a was expected"),
-        (said(pending=pending()), NetworkMismatch, "a did not get ready within 0 s"),
+        (said(pending=pending()), NetworkMismatch, "a, b did not get ready within 0 s"),
     ],
 )
 async def test_a_change_that_does_not_go(answer: Any, kind: type[Exception], words: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from expert_network.errors import KeyRefused, NodeRefused
+from expert_network.errors import KeyRefused, NodeRefused, NotOwned
 from expert_network.experts.partition import Partition
 from expert_network.net.auth import ClusterKey, KeyMemory, challenged_with
 from expert_network.net.control import ControlClient
@@ -58,6 +58,8 @@ class FakePartition:
         return expert in self._blocks[layer]
 
     def block_bytes(self, layer: int, expert: int) -> bytes:
+        if layer not in self._blocks or not self.holds(layer, expert):
+            raise NotOwned(layer, expert)
         return block(layer, expert)[::-1]
 
 
@@ -188,6 +190,37 @@ async def test_block_that_is_not_here(state: NodeState) -> None:
     async with served(state) as session:
         sentence = await refused(session, f"/block/{layer}/{expert}", 404)
     assert sentence == f"node a has no block ({layer}, {expert}); the roster gives it to b"
+
+
+async def test_proof(state: NodeState) -> None:
+    """A proof is the sha256 of the nonce and the bytes in memory, whatever the disk holds."""
+    (layer, expert), _ = split(state)
+    nonce = bytes(range(16))
+    path = f"/block/{layer}/{expert}/proof?nonce={nonce.hex()}"
+    async with served(state) as session, session.get(path) as answer:
+        expected = hashlib.sha256(nonce + block(layer, expert)[::-1]).hexdigest()
+        assert await answer.json() == {"proof": expected}
+
+
+@pytest.mark.parametrize("nonce", ["", "00" * 15, "00" * 65, "0" * 33, "AB" * 16, "é" * 32])
+async def test_bad_nonces(state: NodeState, nonce: str) -> None:
+    """A nonce of another length, or no hexadecimal, is refused with what it should be."""
+    (layer, expert), _ = split(state)
+    async with served(state) as session:
+        sentence = await refused(session, f"/block/{layer}/{expert}/proof?nonce={nonce}", 400)
+    assert sentence.startswith("a nonce has 16 to 64 bytes")
+
+
+async def test_nothing_to_prove(state: NodeState) -> None:
+    """What is not in memory is not proved, though the disk has it; nor before there is memory."""
+    _, (layer, expert) = split(state)
+    query = f"proof?nonce={'00' * 16}"
+    async with served(state) as session:
+        for where in (f"{layer}/{expert}", "9/0", "0/99999"):
+            sentence = await refused(session, f"/block/{where}/{query}", 404)
+            assert sentence == f"node a has no block ({where.replace('/', ', ')}) in memory"
+        state.serving, state.phase = None, Phase.LOADING
+        assert "is loading" in await refused(session, f"/block/{layer}/{expert}/{query}", 503)
 
 
 @pytest.mark.parametrize(

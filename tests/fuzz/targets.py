@@ -1,0 +1,476 @@
+"""Every decoder of bytes that others make: what it is given, and how it may refuse."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from expert_driver.chaos.following import Follower
+from expert_driver.status import NodeStatus, as_json, problems, row
+from expert_network.errors import (
+    CheckpointError,
+    ExpertNetworkError,
+    InputError,
+    KeyRefused,
+    RemoteProtocolError,
+    RosterError,
+    StoreError,
+)
+from expert_network.model.checkpoint import _check_shard
+from expert_network.net.address import parse_url
+from expert_network.net.answers import refusal, sentence_of
+from expert_network.net.auth import (
+    Answer,
+    ClusterKey,
+    NonceTable,
+    challenge,
+    challenged_with,
+    verify,
+)
+from expert_network.net.opening import _Opening
+from expert_network.net.proof import read_nonce
+from expert_network.store.manifest import Manifest
+from expert_network.store.reader import read_config
+from expert_network.store.trunk_file import TensorSource, header
+from expert_node.content import Content, span
+from expert_protocol.dtypes import RawArray, WireDType
+from expert_protocol.frames import (
+    ErrorCode,
+    ErrorReply,
+    Goodbye,
+    decode_hello,
+    decode_welcome,
+    encode_error,
+    encode_goodbye,
+    encode_hello,
+    encode_ping,
+    encode_pong,
+    encode_reply,
+    encode_welcome,
+    encode_working,
+)
+from expert_protocol.header import HEADER_SIZE, Buffer, Kind, decode_header, encode_frame
+from expert_roster.roster import Roster
+from tests.fuzz.mutation import (
+    Mutator,
+    mutated_bytes,
+    mutated_frame,
+    mutated_json,
+    mutated_msgpack,
+)
+from tests.support.stores import write_store
+from tests.support.wire import (
+    DIGEST,
+    HIDDEN,
+    KINDS_OF_ROWS,
+    ROSTER,
+    dispatch,
+    feed,
+    greeted,
+    hello,
+    reply_to,
+    welcome,
+)
+
+T = TypeVar("T")
+
+
+class Never(Exception):
+    """What a decoder refuses with that takes everything."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A decoder. `run` may raise nothing but `refused`; `mutate` makes its inputs of `seeds`."""
+
+    name: str
+    run: Callable[[bytes], object]
+    seeds: Sequence[bytes]
+    refused: type[Exception] = Never
+    mutate: Mutator = mutated_bytes
+
+
+def targets() -> list[Target]:
+    """All decoders. Files that some of them read are written to a folder of this process."""
+    return [*_frames(), *_greetings(), *_rows(), *_stores(), *_rosters(), *_http(), *_words()]
+
+
+# Frames
+
+
+def _joined(buffers: Sequence[Buffer]) -> bytes:
+    return b"".join(buffers)
+
+
+def _framed(kind: Kind, payload: bytes) -> bytes:
+    return _joined(encode_frame(kind, [payload]))
+
+
+_ASKED = [dispatch((2, 1), mode=mode, dtype=dtype) for mode, dtype in KINDS_OF_ROWS]
+_DISPATCHES = [_joined(greeted()[0].dispatch(asked)) for asked in _ASKED]
+_REPLIES = [
+    _joined(encode_reply(reply_to(asked), decode_header(sent[:HEADER_SIZE])))
+    for asked, sent in zip(_ASKED, _DISPATCHES, strict=True)
+]
+_ERRORS = [_joined(encode_error(ErrorReply(code, "a sentence"), 1)) for code in ErrorCode]
+_NOTICES = [
+    _joined(buffers)
+    for buffers in (
+        encode_goodbye(Goodbye("bye")),
+        encode_ping(1),
+        encode_pong(1),
+        encode_working(1),
+    )
+]
+_HELLO, _WELCOME = (
+    _framed(Kind.HELLO, encode_hello(hello())),
+    _framed(Kind.WELCOME, encode_welcome(welcome())),
+)
+
+
+def _frames() -> list[Target]:
+    framed = partial(Target, refused=RemoteProtocolError, mutate=mutated_frame)
+    heads = [frame[:HEADER_SIZE] for frame in [*_DISPATCHES, *_REPLIES, *_ERRORS, *_NOTICES]]
+    return [
+        Target("frame header", _header, heads, RemoteProtocolError),
+        framed("DISPATCH", _at_node, _DISPATCHES),
+        framed("REPLY", _at_driver, _REPLIES),
+        framed("ERROR", _at_driver, _ERRORS),
+        framed("notices at a driver", _at_driver, _NOTICES),
+        framed("notices at a node", _at_node, _NOTICES),
+        framed("HELLO frame", _at_fresh_node, [_HELLO]),
+        framed("WELCOME frame", _at_greeting_driver, [_WELCOME]),
+        Target(
+            "frames in a proxy", _in_proxy, [b"GET / HTTP/1.1\r\n\r\n" + _HELLO + _DISPATCHES[0]]
+        ),
+    ]
+
+
+def _header(data: bytes) -> object:
+    return decode_header(data[:HEADER_SIZE].ljust(HEADER_SIZE, b"\0"))
+
+
+def _events(connection: Any, data: bytes) -> None:
+    for event in feed(connection, bytearray(data)):
+        values = event.rows if hasattr(event, "rows") else getattr(event, "data", None)
+        if values is not None:
+            _decoded(event.dtype, values)
+
+
+def _decoded(dtype: WireDType, raw: RawArray) -> None:
+    """Finite rows are decoded without any overflow; the others are refused before."""
+    if dtype.finite(raw):
+        with np.errstate(all="raise", under="ignore"):
+            assert np.isfinite(dtype.decode(raw)).all()
+
+
+def _at_node(data: bytes) -> None:
+    _events(greeted()[1], data)
+
+
+def _at_driver(data: bytes) -> None:
+    """A driver that has asked in the reply mode and dtype that the frame states."""
+    form = data[18:20]
+    driver, _ = greeted()
+    driver.dispatch(next((a for a in _ASKED if bytes((a.dtype, a.mode)) == form), _ASKED[0]))
+    _events(driver, data)
+
+
+def _at_fresh_node(data: bytes) -> None:
+    from expert_protocol.connection import NodeConnection
+
+    _events(NodeConnection(lambda layer: HIDDEN), data)
+
+
+def _at_greeting_driver(data: bytes) -> None:
+    from expert_protocol.connection import DriverConnection
+
+    connection = DriverConnection(lambda layer: HIDDEN)
+    connection.hello(hello())
+    _events(connection, data)
+
+
+def _in_proxy(data: bytes) -> None:
+    follower = Follower()
+    half = len(data) // 2
+    pieces = [piece for part in (data[:half], data[half:]) for _, piece in follower.feed(part)]
+    assert b"".join(pieces) + follower.rest() == data
+
+
+def _greetings() -> list[Target]:
+    packed = partial(Target, refused=RemoteProtocolError, mutate=mutated_msgpack)
+    return [
+        packed(
+            "HELLO", decode_hello, [encode_hello(hello()), encode_hello(hello(peers=("http://a",)))]
+        ),
+        packed("WELCOME", _welcome, [encode_welcome(welcome())]),
+    ]
+
+
+def _welcome(data: bytes) -> None:
+    with suppress(RosterError):
+        Roster.from_wire(decode_welcome(data).roster)
+
+
+# Rows
+
+
+def _rows() -> list[Target]:
+    values = np.linspace(-3, 3, 66, dtype=np.float32).reshape(1, 66)
+    return [
+        Target(
+            f"{dtype.label} rows", partial(_decode_rows, dtype), [dtype.encode(values).tobytes()]
+        )
+        for dtype in WireDType
+    ]
+
+
+def _decode_rows(dtype: WireDType, data: bytes) -> None:
+    whole = len(data) - len(data) % dtype.raw.itemsize
+    raw = np.frombuffer(data[:whole], dtype.raw).reshape(1, -1)
+    if not raw.size:
+        return
+    try:
+        width = dtype.hidden(raw.shape[1])
+    except ValueError:
+        return
+    if dtype.columns(width) == raw.shape[1]:
+        _decoded(dtype, raw)
+
+
+# Stores
+
+
+def _stores() -> list[Target]:
+    folder = Path(_folder.name)
+    manifest = write_store(folder / "store", (0, 3), 2).to_bytes()
+    tensors = [TensorSource("a", "float32", (2, 2), lambda: memoryview(b""))]
+    tensors += [TensorSource("b.c", "bfloat16", (4,), lambda: memoryview(b""))]
+    shard = header(tensors)
+    config = json.dumps({"model_type": "olmoe", "rope": {"theta": 1e4}, "sizes": [1, 2]}).encode()
+    return [
+        Target("manifest", _manifest, [manifest], StoreError, mutated_json),
+        Target(
+            "safetensors header",
+            partial(_safetensors, folder),
+            [shard[8:]],
+            CheckpointError,
+            mutated_json,
+        ),
+        Target(
+            "safetensors file",
+            partial(_in_file, folder, _check_shard),
+            [shard + bytes(24)],
+            CheckpointError,
+        ),
+        Target(
+            "config",
+            partial(_in_file, folder, read_config),
+            [config],
+            InputError,
+            mutated_json,
+        ),
+    ]
+
+
+_folder = tempfile.TemporaryDirectory(prefix="expert-network-fuzz-")
+
+
+def _manifest(data: bytes) -> None:
+    manifest = Manifest.from_bytes(data, "here")
+    assert manifest.digest == hashlib.sha256(data).hexdigest()
+    for spec in manifest.layers:
+        assert spec.block_bytes <= spec.stride and len(spec.sha256) == spec.experts
+
+
+def _in_file(folder: Path, read: Callable[[Path], T], data: bytes) -> T:
+    file = folder / "fuzzed"
+    file.write_bytes(data)
+    return read(file)
+
+
+def _safetensors(folder: Path, data: bytes) -> None:
+    _in_file(folder, _check_shard, struct.pack("<Q", len(data)) + data + bytes(24))
+
+
+# Rosters
+
+
+def _rosters() -> list[Target]:
+    table = b'replicas = 2\nepoch = 1\n[nodes]\na = 64\n"b.c" = 1.5\n'
+    wire = json.dumps(ROSTER | {"digest": Roster.from_wire(ROSTER).digest}).encode()
+    return [
+        Target("roster on a command line", _text(Roster.parse), [b"a,b=2.5,c-1=16"], RosterError),
+        Target("roster file", _text(Roster.from_toml), [table], RosterError),
+        Target(
+            "roster of a peer",
+            _json(Roster.from_wire),
+            [wire, json.dumps(ROSTER).encode()],
+            RosterError,
+            mutated_json,
+        ),
+    ]
+
+
+def _text(read: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda data: read(data.decode(errors="replace"))
+
+
+def _json(read: Callable[[Any], object]) -> Callable[[bytes], object]:
+    """What is no JSON does not get as far as `read`."""
+
+    def run(data: bytes) -> object:
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+        return read(value)
+
+    return run
+
+
+# HTTP
+
+
+_KEY = ClusterKey(bytes(range(32)))
+_SWITCH = (
+    b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: expert-link/1\r\nConnection: upgrade\r\n\r\n"
+)
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 21\r\n\r\n" + b'{"error": "it drains"}'
+)
+_URL = "http://127.0.0.1:8301"
+
+
+def _http() -> list[Target]:
+    nonces = NonceTable(time.monotonic)
+    challenged = challenge(nonces).encode()
+    status = json.dumps(_status()).encode()
+    ranges = [b"bytes=0-99\nx", b"bytes=-5\n*", b'bytes=7-\n"aa"', b'bytes=1-2,3-4\nW/"aa"']
+    return [
+        Target(
+            "answer to an upgrade",
+            _answer,
+            [
+                _SWITCH,
+                _REFUSAL,
+                b"HTTP/1.1 401 No\r\nWWW-Authenticate: " + challenged + b"\r\n\r\n",
+            ],
+            ExpertNetworkError,
+        ),
+        Target(
+            "error of a node",
+            _error,
+            [b'{"error": "node a has no block"}'],
+            ExpertNetworkError,
+            mutated_json,
+        ),
+        Target("status of a node", _json(_read_status), [status], Never, mutated_json),
+        Target("challenge", lambda data: challenged_with(data.decode("latin-1")), [challenged]),
+        Target(
+            "answer to a challenge", partial(_verify, nonces), [_answered(challenged)], KeyRefused
+        ),
+        Target(
+            "proof of a key", _proved, [b'mac="' + b"0" * 64 + b'", nextnonce="abc"'], KeyRefused
+        ),
+        Target("ranges", _span, ranges),
+    ]
+
+
+def _status() -> dict[str, Any]:
+    return {
+        "name": "a",
+        "software": "0.1.0",
+        "protocol": 3,
+        "model_digest": DIGEST,
+        "roster": ROSTER,
+        "numerics": "mlx-cpu/x",
+        "partition": {"blocks": 2, "bytes": 9, "total_blocks": 4, "layers": {"0": [0, 1]}},
+        "uptime_s": 75.0,
+        "links": 1,
+        "rss_bytes": 10**6,
+    }
+
+
+class _Socket:
+    """Gives bytes in two pieces, then the end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._pieces = [data[: len(data) // 2], data[len(data) // 2 :]]
+
+    def settimeout(self, seconds: float) -> None: ...
+
+    def recv(self, count: int) -> bytes:
+        while self._pieces:
+            piece = self._pieces.pop(0)
+            if len(piece) > count:
+                self._pieces.insert(0, piece[count:])
+            if piece:
+                return piece[:count]
+        return b""
+
+
+def _answer(data: bytes) -> None:
+    opening, sock = _Opening(_URL, None, 5.0), cast(Any, _Socket(data))
+    head = opening._read_head(sock)
+    challenged_with(head.headers.get("www-authenticate"))
+    if not head.switched:
+        raise opening._refused(sock, head)
+
+
+def _error(data: bytes) -> None:
+    sentence_of(data)
+    raise refusal(_URL, 404, "Not Found", data, "/status")
+
+
+def _read_status(value: object) -> None:
+    node = NodeStatus.read(_URL, {"status": "ok"}, value)
+    row(node)
+    if not node.error:
+        problems([node])
+    json.dumps(as_json([node]))
+
+
+def _answered(challenged: bytes) -> bytes:
+    nonce = challenged_with(challenged.decode())
+    assert nonce is not None
+    return Answer(_KEY, "GET", "/status", nonce).header.encode()
+
+
+def _verify(nonces: NonceTable, data: bytes) -> None:
+    verify(_KEY, nonces, "GET", "/status", data.decode("utf-8", "surrogateescape"))
+
+
+def _proved(data: bytes) -> None:
+    Answer(_KEY, "GET", "/status", "00" * 40).proved(data.decode("utf-8", "surrogateescape"))
+
+
+def _span(data: bytes) -> None:
+    content = Content(1000, "aa", cast(Any, None))
+    asked, _, tag = data.decode("latin-1").partition("\n")
+    for name in ("If-None-Match", "If-Range"):
+        part = span({"Range": asked, name: tag}, content)
+        assert 0 <= part.start <= part.stop <= 1000
+
+
+# Words that people, or scripts of theirs, type
+
+
+def _words() -> list[Target]:
+    addresses = [b"http://mini:8301", b"[::1]:8301", b"192.168.0.7", b"studio.local:80/"]
+    return [
+        Target("address", _text(parse_url), addresses, InputError),
+        Target("cluster key", _text(ClusterKey.from_text), [b"00ff" * 16], InputError),
+        Target("nonce of a proof", _text(read_nonce), [b"0f" * 16], InputError),
+    ]
