@@ -25,8 +25,8 @@ from tests.system.sessions import session
 
 PROMPT = "Tell me about the network."
 TOKENS = 200
-#: Between two tokens while something happens beside them: so that it happens within the reply.
-PACE_S = 0.05
+#: At most between two tokens while something goes on beside them, so that it ends within the reply.
+PACE_S = 0.5
 
 
 def joiner(nodes: list[NodeProcess], me: str, folder: Path, *options: str) -> NodeProcess:
