@@ -61,6 +61,13 @@ def find_store(name_or_path: str | Path, home: Path) -> Path:
     return _existing(path, home)
 
 
+def place_for(name_or_path: str | Path, home: Path) -> Path:
+    """Where a store of that name or path is, or may be made."""
+    path = Path(name_or_path).expanduser()
+    is_name = not path.is_dir() and path == Path(path.name) and not path.name.startswith(".")
+    return models_dir(home) / path if is_name else path
+
+
 def only_store(home: Path) -> Path:
     """The one store in the models folder. Raises StoreError if there is none, or several."""
     found = stores(home)

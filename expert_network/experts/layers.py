@@ -51,7 +51,7 @@ class Layer(Protocol):
     ) -> NDArray[np.float32]:
         """Answer a dispatch; see Partition.compute."""
 
-    def block_bytes(self, expert: int) -> bytes:
+    def block_bytes(self, expert: int) -> memoryview:
         """The block as the store has it, from memory. Any thread."""
 
 

@@ -81,13 +81,13 @@ class ResidentLayer:
         """x (N, D) and slots (N, k), at most most_pairs of them, to (N, k, D)."""
         return cast(mx.array, self.switch(x, slots))
 
-    def block_bytes(self, expert: int) -> bytes:
+    def block_bytes(self, expert: int) -> memoryview:
         """The block as the store has it, from memory. Any thread. Raises NotOwned."""
         slot = int(self.slots(np.array([expert]))[0])
         block = np.zeros(self.spec.block_bytes, np.uint8)
         for tensor, stack in self._bytes.items():
             block[tensor.offset : tensor.offset + tensor.nbytes] = np.asarray(stack[slot])
-        return block.tobytes()
+        return block.data
 
     def _read(self, read: ReadBlock, stacks: list[_Stack]) -> None:
         gaps = memoryview(bytearray(self.spec.block_bytes))

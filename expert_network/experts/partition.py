@@ -166,7 +166,7 @@ class Partition:
         """Whether one block is held."""
         return any(expert in part.ids for part in self._parts.get(layer, ()))
 
-    def block_bytes(self, layer: int, expert: int) -> bytes:
+    def block_bytes(self, layer: int, expert: int) -> memoryview:
         """One block's bytes as the store has them, from memory. Raises NotOwned."""
         for part in self._parts.get(layer, ()):
             if expert in part.ids:

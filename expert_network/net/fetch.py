@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -39,6 +39,7 @@ from expert_network.store.manifest import (
     CONFIG,
     MANIFEST,
     MAX_MANIFEST,
+    TRUNK,
     FileSpec,
     Manifest,
     is_digest,
@@ -52,6 +53,7 @@ __all__ = ["ControlClient", "download", "fetch_store"]
 ATTEMPTS = 3
 
 _FETCHING = "fetching the trunk and the tokenizer"
+_FETCHING_FILES, _FETCHING_TRUNK = "fetching the tokenizer", "fetching the trunk"
 T = TypeVar("T")
 
 
@@ -62,10 +64,13 @@ async def fetch_store(
     digest: str,
     progress: Progress = silent,
     *,
+    part: bool = False,
     total: float = TOTAL,
     silence: float = SILENCE,
 ) -> Path:
     """A store without blocks at `dest`: manifest, configs, trunk and tokenizer. Returns `dest`.
+
+    part: what a node begins with: no trunk yet, and room for blocks of which none is there.
 
     digest: the model digest that all nodes agree on; nothing else decides what is right. A store
     that stands there already is taken as it is, or repaired. The peers are asked in their order,
@@ -74,21 +79,38 @@ async def fetch_store(
     """
     if not is_digest(digest):
         raise NetworkMismatch(f"{digest[:80]!r} is no model digest; see what the nodes are.")
-    if _stands(dest, digest):
+    if _stands(dest, digest, part):
         return dest
     work = dest.with_name(dest.name + PARTIAL)
     with _locked(work, dest):
-        if _stands(dest, digest):  # whoever held the lock just before has fetched it
+        if _stands(dest, digest, part):  # whoever held the lock just before has fetched it
             return dest
         _take_over(dest, work, digest)
         async with AsyncExitStack() as stack:
             clients = [ControlClient(url, key, total=total, silence=silence) for url in urls]
             peers = _Peers([await stack.enter_async_context(client) for client in clients])
-            await _Fetch(peers, work, digest, progress).run()
-        Store.open(work, blocks=False)
+            without, what = ((TRUNK,), _FETCHING_FILES) if part else ((), _FETCHING)
+            await _Fetch(peers, work, digest, progress, what, without).run()
+        if part:
+            Store.open_unchecked(work, blocks=False).make_room()
+        Store.open(work, blocks=part)
         with disk.errors(dest):
             disk.rename(work, dest)
     return dest
+
+
+async def fetch_trunk(
+    store: Store, urls: Sequence[str], key: ClusterKey | None, progress: Progress = silent
+) -> None:
+    """The trunk of `store`, if it lacks it, from the first peer that has one. See fetch_store."""
+    if store.trunk_path.exists():
+        return
+    async with AsyncExitStack() as stack:
+        clients = [ControlClient(url, key) for url in urls]
+        peers = _Peers([await stack.enter_async_context(client) for client in clients])
+        others = [name for name in store.manifest.files if name != TRUNK]
+        fetch = _Fetch(peers, store.path, store.digest, progress, _FETCHING_TRUNK, others)
+        await fetch.run()
 
 
 class _Peers:
@@ -116,20 +138,29 @@ class _Peers:
 
 
 class _Fetch:
-    """One fetch into `work`, a folder that is locked."""
+    """One fetch into `work`, a folder that is locked, of all files but `without`."""
 
-    def __init__(self, peers: _Peers, work: Path, digest: str, progress: Progress) -> None:
+    def __init__(
+        self,
+        peers: _Peers,
+        work: Path,
+        digest: str,
+        progress: Progress,
+        what: str,
+        without: Collection[str],
+    ) -> None:
         self._peers, self._work, self._digest = peers, work, digest
-        self._progress = progress
+        self._progress, self._what, self._without = progress, what, without
         self._done = self._total = 0
 
     async def run(self) -> None:
         manifest = await self._manifest()
-        self._total = sum(spec.size for spec in manifest.files.values())
-        self._check_space(manifest)
+        files = {n: spec for n, spec in manifest.files.items() if n not in self._without}
+        self._total = sum(spec.size for spec in files.values())
+        self._check_space(files)
         # The configs first: one that asks to run code ends it before a large file is moved.
-        for name in sorted(manifest.files, key=lambda name: (not name.endswith(CONFIG), name)):
-            await self._file(name, manifest.files[name])
+        for name in sorted(files, key=lambda name: (not name.endswith(CONFIG), name)):
+            await self._file(name, files[name])
             if name.endswith(CONFIG):
                 read_config(self._work / name)
         self._drop_strangers(manifest)
@@ -151,10 +182,10 @@ class _Fetch:
             raise StoreCorrupt(self._work / MANIFEST, problem, LEAVE_OUT)
         return data
 
-    def _check_space(self, manifest: Manifest) -> None:
+    def _check_space(self, names: Collection[str]) -> None:
         with disk.errors(self._work):
-            files = [file for file in self._work.iterdir() if file.name != MANIFEST]
-            there = sum(file.stat().st_size for file in files)
+            parts = [self._work / name for name in (*names, *(f"{name}.part" for name in names))]
+            there = sum(file.stat().st_size for file in parts if file.exists())
             free = shutil.disk_usage(self._work).free
         if self._total > there + free:
             raise DiskFull(self._work, self._total, there + free)
@@ -186,11 +217,11 @@ class _Fetch:
 
     def _moved(self, count: int) -> None:
         self._done += count
-        self._progress(self._done, self._total, _FETCHING)
+        self._progress(self._done, self._total, self._what)
 
     def _drop_strangers(self, manifest: Manifest) -> None:
         for file in self._work.iterdir():
-            if file.name not in (MANIFEST, *manifest.files):
+            if file.name not in (MANIFEST, BLOCKS, *manifest.files):
                 file.unlink()
 
 
@@ -200,10 +231,10 @@ def _matches(path: Path, spec: FileSpec) -> bool:
         return file.tell() == spec.size and found == spec.sha256
 
 
-def _stands(dest: Path, digest: str) -> bool:
-    """Whether that store, without its blocks, is at `dest` and opens."""
+def _stands(dest: Path, digest: str, part: bool) -> bool:
+    """Whether that store, without its blocks or with a part of them, is at `dest` and opens."""
     try:
-        return Store.open(dest, blocks=False).digest == digest
+        return Store.open(dest, blocks=part).digest == digest
     except StoreError:
         return False
 

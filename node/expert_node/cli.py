@@ -14,7 +14,8 @@ import click
 
 from expert_network import __version__
 from expert_network.commandline import DefaultGroup, cluster_key, run_command
-from expert_network.net.address import is_loopback
+from expert_network.net.address import is_loopback, parse_url
+from expert_network.store.manifest import is_digest
 from expert_node import service
 from expert_node.config import NodeConfig, options
 
@@ -112,7 +113,24 @@ def _config(values: dict[str, Any]) -> NodeConfig:
             f"--host {config.host} lets other machines in: give --key-file FILE (made with "
             "`expert-net key new`), or --insecure if anyone who can reach it may use this node."
         )
+    _check_peers(config)
     return config
+
+
+def _check_peers(config: NodeConfig) -> None:
+    """Raise UsageError or InputError for peers that are none, and options that need some."""
+    for option, value in (
+        ("--manifest-sha256", config.manifest_sha256),
+        ("--no-trunk", config.no_trunk),
+    ):
+        if value and not (config.peer_urls or config.join):
+            raise click.UsageError(f"{option} says something only together with --peers or --join.")
+    if config.peer_urls and config.join:
+        raise click.UsageError("--join fetches from the network that it joins; leave --peers out.")
+    if config.manifest_sha256 and not is_digest(config.manifest_sha256):
+        raise click.UsageError("--manifest-sha256 is 64 hexadecimal digits, as in /status.")
+    for url in config.peer_urls:
+        parse_url(url)
 
 
 def _service_config(values: dict[str, Any]) -> NodeConfig:
@@ -124,7 +142,9 @@ def _service_config(values: dict[str, Any]) -> NodeConfig:
         )
     from expert_node import startup
 
-    return replace(config, store=str(startup.read(config).store.path))
+    if not config.peer_urls:
+        startup.read(config)
+    return replace(config, store=str(startup.store_path(config)))
 
 
 def run_cli(words: Sequence[str]) -> int:

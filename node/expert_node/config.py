@@ -69,6 +69,26 @@ class NodeConfig:
             "--model-dir",
         ),
     )
+    peers: str | None = field(
+        default=None,
+        metadata=_option(
+            "Nodes to fetch what the store lacks from, such as http://a:8301,http://b:8301: the "
+            "manifest, this node's own blocks and the trunk.",
+        ),
+    )
+    manifest_sha256: str | None = field(
+        default=None,
+        metadata=_option(
+            "With --peers: the model digest to fetch.  [default: the one that two peers agree on]"
+        ),
+    )
+    no_trunk: bool = field(
+        default=False,
+        metadata=_option(
+            "With --peers: leave the trunk out; no driver can fetch it from this node then.",
+            is_flag=True,
+        ),
+    )
     host: str = field(default="127.0.0.1", metadata=_option("Address to listen on."))
     port: int = field(
         default=8301,
@@ -134,6 +154,11 @@ class NodeConfig:
         metadata=_option("How much to say on standard error.", type=click.Choice(LOG_LEVELS)),
     )
     key: ClusterKey | None = field(default=None, repr=False)
+
+    @property
+    def peer_urls(self) -> list[str]:
+        """The addresses of --peers."""
+        return [url.strip() for url in (self.peers or "").split(",") if url.strip()]
 
     def arguments(self) -> list[str]:
         """The options, defaults left out, that give this config on a command line in any folder."""

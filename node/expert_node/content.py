@@ -19,7 +19,7 @@ SEND_SECONDS = 30.0
 _TAG = re.compile(r'(?:W/)?("[^"]*")')
 
 #: (start, stop) -> the bytes between them, in pieces.
-Source = Callable[[int, int], AsyncGenerator[bytes, None]]
+Source = Callable[[int, int], AsyncGenerator[bytes | memoryview, None]]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The control plane: what a node says and gives over HTTP, on the same port as its links.
 
-    GET /health                     {"status": "ok"}; 503 while loading or draining. Needs no key
+    GET /health                     {"status": "ok"}; 503 while it is not ready. Needs no key
     GET /status                     who this is, what it holds, what it has done
     GET /manifest                   the canonical manifest; its ETag is the model digest
     GET /block/{layer}/{expert}     one block's bytes; its ETag is their sha256
@@ -38,11 +38,13 @@ from expert_network.errors import InputError, KeyRefused, NotOwned, RosterError,
 from expert_network.net.auth import ClusterKey, NonceTable, challenge, verify
 from expert_network.net.proof import proof, read_nonce
 from expert_network.net.rosters import ANSWER_S, Order
+from expert_network.store.reader import Store
 from expert_network.units import size
 from expert_node.content import Content, Source, send
 from expert_node.handover import hand_over
 from expert_node.membership import Conflict, Proposal, read_order
 from expert_node.metrics import exposition
+from expert_node.startup import Startup
 from expert_node.state import NodeState, Phase, Serving
 from expert_roster.rendezvous import owners
 
@@ -62,20 +64,26 @@ OPEN_PATH = "/health"
 _proof: ContextVar[str | None] = ContextVar("proof", default=None)
 
 
+async def _expecting(request: web.Request) -> None:
+    """Say nothing to an Expect header: without a body to wait for, the answer comes at once.
+
+    aiohttp's own handler runs before the key is asked for, and fails on what is no UTF-8.
+    """
+
+
 class Control:
     """The handlers of one node."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
-        self._store = state.settled.store
         self._sending_blocks = asyncio.Semaphore(BLOCKS_AT_ONCE)
         # One core at most, whoever asks.
         self._proving = asyncio.Lock()
-        self._exposition = exposition(state.counters, state.build(), state.gauges)
+        self._exposition: Callable[[], bytes] | None = None
 
     def routes(self) -> list[web.RouteDef]:
         """What is served where."""
-        return [
+        served = [
             web.get("/health", self.health),
             web.get("/status", self.status),
             web.get("/manifest", self.manifest),
@@ -88,7 +96,16 @@ class Control:
             web.post("/roster/propose", self.propose),
             web.post("/roster/commit", self.commit),
             web.post("/roster/cancel", self.cancel),
+            web.route("*", "/{path:.*}", self.nothing),
         ]
+        for route in served:
+            route.kwargs["expect_handler"] = _expecting
+        return served
+
+    async def nothing(self, request: web.Request) -> NoReturn:
+        if request.method not in ("GET", "HEAD"):
+            raise web.HTTPMethodNotAllowed(request.method, ("GET", "HEAD"))
+        raise web.HTTPNotFound()
 
     async def health(self, request: web.Request) -> web.Response:
         phase = self._state.phase
@@ -98,6 +115,11 @@ class Control:
         return web.json_response(self._state.status(self._serving()))
 
     async def metrics(self, request: web.Request) -> web.Response:
+        if self._exposition is None:
+            self._settled()
+            self._exposition = exposition(
+                self._state.counters, self._state.build(), self._state.gauges
+            )
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=self._exposition(), headers=headers)
 
@@ -110,6 +132,8 @@ class Control:
         spec = self._store.manifest.files.get(name)
         if spec is None:
             _missing(f"this model has no file {name!r}")
+        if not (self._store.path / name).is_file():
+            _missing(f"node {self._settled().name} does not keep {name}; ask another one")
         source = _from_disk(self._store.path / name)
         return await send(request, Content(spec.size, spec.sha256, source))
 
@@ -174,13 +198,21 @@ class Control:
             _conflict(refusal)
         return web.json_response(self._serving().membership.seat())
 
+    @property
+    def _store(self) -> Store:
+        return self._settled().store
+
+    def _settled(self) -> Startup:
+        if self._state.startup is None:
+            raise unavailable("this node is fetching its manifest and has nothing to give yet")
+        return self._state.startup
+
     def _serving(self) -> Serving:
-        state = self._state
+        state, name = self._state, self._settled().name
         if state.serving is None:
             done, total = state.loaded
-            raise unavailable(
-                f"node {state.settled.name} is loading its blocks, {size(done)} of {size(total)}"
-            )
+            doing = "fetching" if state.phase is Phase.FETCHING else "loading"
+            raise unavailable(f"node {name} is {doing} its blocks, {size(done)} of {size(total)}")
         return state.serving
 
     def _block_bytes(self, layer: int, expert: int) -> bytes | memoryview | None:
@@ -235,8 +267,7 @@ def _as_json(request: web.Request, answer: web.HTTPException) -> web.Response:
         case web.HTTPNotFound() if answer.text == "404: Not Found":
             sentence = f"there is nothing at {request.path}; see /status, /manifest and /metrics"
         case web.HTTPMethodNotAllowed():
-            allowed = answer.headers.get("Allow", "GET").replace(",HEAD", "")
-            sentence = f"{request.method} is not answered here; use {allowed}"
+            sentence = f"{request.method} is not answered here; use GET"
         case _:
             sentence = answer.text or answer.reason
     headers = {name: value for name, value in answer.headers.items() if name in _KEPT_HEADERS}
@@ -275,10 +306,10 @@ async def _add_proof(request: web.Request, response: web.StreamResponse) -> None
 def _held(data: bytes | memoryview) -> Source:
     """Content that is in memory."""
 
-    async def read(start: int, stop: int) -> AsyncGenerator[bytes, None]:
+    async def read(start: int, stop: int) -> AsyncGenerator[bytes | memoryview, None]:
         view = memoryview(data)
         for first in range(start, stop, PIECE):
-            yield bytes(view[first : min(first + PIECE, stop)])
+            yield view[first : min(first + PIECE, stop)]
 
     return read
 
@@ -286,7 +317,7 @@ def _held(data: bytes | memoryview) -> Source:
 def _from_disk(path: Path) -> Source:
     """Content of a file, read piece by piece in threads that may wait for the disk."""
 
-    async def read(start: int, stop: int) -> AsyncGenerator[bytes, None]:
+    async def read(start: int, stop: int) -> AsyncGenerator[bytes | memoryview, None]:
         file = await asyncio.to_thread(path.open, "rb")
         try:
             while start < stop:

@@ -21,7 +21,7 @@ from expert_network.memory import available_memory
 from expert_network.net.address import format_url
 from expert_network.progress import Progress
 from expert_network.units import size
-from expert_node import startup
+from expert_node import bootstrap, startup
 from expert_node.compute import Computer
 from expert_node.config import NodeConfig
 from expert_node.control import application
@@ -48,16 +48,26 @@ HTTP_SECONDS = 1.0
 def run(config: NodeConfig, backend: Backend) -> int:
     """Serve until stopped; the exit code: 0 after SIGTERM, 130 after SIGINT.
 
-    Raises, before anything is loaded, what startup.read raises, OutOfMemory and AddressInUse.
+    Raises, before anything is loaded, what startup.read raises, OutOfMemory and AddressInUse; with
+    peers, what bootstrap raises.
     """
     _log_to_stderr(config.log_level.upper())
-    settled = startup.read(config)
-    needed = partition_bytes(settled.store.manifest, settled.blocks)
-    startup.check_memory(settled, needed, available_memory(backend.name))
+    state = NodeState(phase=Phase.FETCHING) if config.peer_urls else NodeState()
+    if config.peer_urls:
+        startup.read_roster(config)  # a mistake in it is said before anything is fetched
+    else:
+        _settle(state, startup.read(config), backend)
     with listen(config.host, config.port) as listener:
-        node = Node(config, backend, NodeState(settled, loaded=(0, needed)), listener)
+        node = Node(config, backend, state, listener)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(node.live())
+
+
+def _settle(state: NodeState, settled: startup.Startup, backend: Backend) -> None:
+    """Go on with `settled` if its blocks fit the memory. Raises OutOfMemory."""
+    needed = partition_bytes(settled.store.manifest, settled.blocks)
+    startup.check_memory(settled, needed, available_memory(backend.name))
+    state.startup, state.loaded = settled, (0, needed)
 
 
 def _log_to_stderr(level: str) -> None:
@@ -103,7 +113,7 @@ class Node:
         """From the first request to the last; the exit code."""
         self._stop.listen(self._config.stop_at_eof)
         async with self._http():
-            serving = await self._load()
+            serving = await self._load() if await self._fetch() else None
             if serving is not None:
                 async with self._member(serving.membership):
                     if await self._join():
@@ -192,6 +202,46 @@ class Node:
         finally:
             await runner.cleanup()
 
+    async def _fetch(self) -> bool:
+        """Fetch what the store lacks from peers; whether the node goes on: not if it was stopped.
+
+        What is verified by then stays.
+        """
+        if not self._config.peer_urls:
+            return True
+        fetching = asyncio.ensure_future(self._bootstrap())
+        stopped = asyncio.ensure_future(self._stop.asked.wait())
+        try:
+            await asyncio.wait({fetching, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if fetching.done():
+                fetching.result()
+                return True
+            log.info("stopped while fetching")
+            return False
+        finally:
+            for task in (fetching, stopped):
+                task.cancel()
+            await asyncio.gather(fetching, stopped, return_exceptions=True)
+
+    async def _bootstrap(self) -> None:
+        config, state = self._config, self._state
+        path = startup.store_path(config)
+        # Before a bar is drawn over the question.
+        digest = await bootstrap.agreed_digest(config, path, startup.confirm())
+        with progress(sys.stderr) as report:
+
+            def fetched(done: int, total: int, what: str) -> None:
+                state.loaded = (done, total)
+                report(done, total, what)
+
+            store = await bootstrap.fetch_files(config, path, digest, fetched)
+            roster = startup.read_roster(config)
+            settled = await asyncio.to_thread(startup.settle, config.me, roster, store)
+            _settle(state, settled, self._backend)
+            await bootstrap.fetch_partition(config, settled, fetched)
+        _settle(state, settled, self._backend)
+        state.phase = Phase.LOADING
+
     async def _load(self) -> Serving | None:
         """Load the blocks; None if the node was told to stop meanwhile."""
         try:
@@ -222,6 +272,7 @@ class Node:
             partial(self._flipped, partition, links),
             key,
             settled.addresses,
+            self._config.peer_urls,
         )
         if self._config.join is not None:
             self._joining = Joining(

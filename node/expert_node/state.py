@@ -26,6 +26,7 @@ SOFTWARE = f"expert-network {__version__}"
 class Phase(Enum):
     """What /health says."""
 
+    FETCHING = "fetching"
     LOADING = "loading"
     OK = "ok"
     DRAINING = "draining"
@@ -43,19 +44,28 @@ class Serving:
 
 @dataclass
 class NodeState:
-    """One node, from the moment that it listens. `serving` is None until it is loaded."""
+    """One node, from the moment that it listens. `serving` is None until it is loaded.
 
-    settled: Startup
+    startup: None as long as the manifest is being fetched from peers.
+    """
+
+    startup: Startup | None = None
     counters: Counters = field(default_factory=Counters)
     phase: Phase = Phase.LOADING
     loaded: tuple[int, int] = (0, 0)  # bytes, of bytes
     serving: Serving | None = None
 
+    @property
+    def settled(self) -> Startup:
+        """What was settled; to be asked for once it is."""
+        assert self.startup is not None
+        return self.startup
+
     def flipped(self, roster: Roster) -> None:
         """Be a node of `roster` from now on."""
         settled = self.settled
         blocks = blocks_of(roster, settled.name, settled.store.manifest.shape)
-        self.settled = replace(settled, roster=roster, blocks=blocks)
+        self.startup = replace(settled, roster=roster, blocks=blocks)
 
     def status(self, serving: Serving) -> dict[str, Any]:
         """The body of /status. Memory and partition in bytes."""

@@ -398,7 +398,7 @@ async def test_disk_full_before(model: Model, monkeypatch: pytest.MonkeyPatch) -
 async def test_disk_full_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fills up is DiskFull; with room made, the fetch goes on."""
     model = Model(tmp_path)
-    monkeypatch.setattr(module._Fetch, "_check_space", lambda self, manifest: None)
+    monkeypatch.setattr(module._Fetch, "_check_space", lambda self, names: None)
     with small_disk(tmp_path / "disk", 256 << 10) as disk:
         model.dest = disk / "store"
         model.work = disk / "store.partial"

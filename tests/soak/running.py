@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -20,9 +19,9 @@ from expert_driver.opening import opened
 from expert_network.errors import ExpertNetworkError
 from tests.driver.programs import DEMO_STORE
 from tests.soak.samples import Series
-from tests.support.nodes import NodeProcess, node_command
+from tests.support.cluster import Cluster, cluster_of
 
-ROSTER, REPLICAS = "a,b,c", "2"
+ROSTER, REPLICAS = "a,b,c", 2
 #: Lives from the first reply to the last, so that its memory says something.
 STEADY = "a"
 TOKENS = 48
@@ -55,60 +54,11 @@ class Report:
         return whole | {"verdict": "flat" if self.sound else "NOT SOUND"}
 
 
-class Cluster:
-    """The nodes of the roster, each of which may be ended and started again on its port."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack, self._nodes, self._ended = stack, dict[str, NodeProcess](), set[str]()
-        for name in ROSTER.split(","):
-            self._nodes[name] = self._start(name)
-        for node in self._nodes.values():
-            node.wait_ready()
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The nodes' addresses, which stay."""
-        return tuple(node.url for node in self._nodes.values())
-
-    def processes(self) -> Iterator[tuple[str, psutil.Process]]:
-        """Each node's process now."""
-        for name, node in self._nodes.items():
-            if name not in self._ended:
-                yield name, psutil.Process(node.process.pid)
-
-    def harm(self, name: str, how: str) -> None:
-        """Do `how` ("kill", "stop" or "pause") to a node."""
-        node = self._nodes[name]
-        if how == "stop":
-            node.send(signal.SIGTERM)
-        else:
-            getattr(node, how)()
-        if how != "pause":
-            self._ended.add(name)
-
-    def mend(self, name: str) -> None:
-        """Have a node that was harmed serve again."""
-        node = self._nodes[name]
-        if name not in self._ended:
-            node.resume()
-            return
-        node.wait()
-        self._nodes[name] = self._start(name, "--port", str(node.port)).wait_ready()
-        node.close()
-        self._ended.discard(name)
-
-    def _start(self, name: str, *options: str) -> NodeProcess:
-        command = node_command(ROSTER, name, DEMO_STORE, "--replicas", REPLICAS, *options)
-        node = NodeProcess(command)
-        self._stack.callback(node.close)
-        return node
-
-
 def run(minutes: float, seed: int) -> Report:
     """Reply for so long, one greedy reply after the other, while nodes die and come back."""
     report, random = Report(minutes), Random(seed)
     with ExitStack() as stack:
-        cluster = Cluster(stack)
+        cluster = stack.enter_context(cluster_of(ROSTER, REPLICAS))
         config = NetworkConfig(cluster.urls, True, None, None, Path("/nowhere"))
         session = stack.enter_context(opened(str(DEMO_STORE), config, with_text=False))
         _Soak(cluster, session.engine, report, random).run()

@@ -13,8 +13,9 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from expert_network.errors import KeyRefused
+from expert_network.errors import KeyRefused, StoreError
 from expert_network.net.auth import ClusterKey, NonceTable, challenge, verify
+from expert_network.store.reader import Store
 
 #: Answers a request instead of the peer: it is given what the right answer's body would be.
 Fault = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
@@ -52,19 +53,30 @@ async def serving_store(
             headers["Authentication-Info"] = proof
         peer.asked.append((request.path, request.headers.get("Range")))
         name = request.path.removeprefix("/file/").replace("/manifest", "manifest.json").lstrip("/")
-        file = store / name
+        data = _content(store, name)
         fault = (faults or {}).get(request.path)
         if fault is not None:
-            return await fault(request, file.read_bytes() if file.exists() else b"")
-        if not file.is_file():
+            return await fault(request, data or b"")
+        if data is None:
             return web.json_response({"error": "it is not here"}, status=404, headers=headers)
-        return _part(request, file.read_bytes(), headers)
+        return _part(request, data, headers)
 
     app = web.Application()
     app.router.add_get("/{path:.*}", handle)
     async with TestServer(app) as server:
         peer.url = f"http://127.0.0.1:{server.port}"
         yield peer
+
+
+def _content(store: Path, name: str) -> bytes | None:
+    """A file's bytes, or those of "block/LAYER/EXPERT"; None if the store lacks it."""
+    if not name.startswith("block/"):
+        return (store / name).read_bytes() if (store / name).is_file() else None
+    layer, expert = map(int, name.split("/")[1:])
+    try:
+        return bytes(Store.open_unchecked(store).read_block(layer, expert))
+    except StoreError:
+        return None
 
 
 def _part(request: web.Request, data: bytes, headers: dict[str, str]) -> web.Response:
@@ -124,6 +136,27 @@ def cut_after(count: int) -> Fault:
         return response
 
     return cut
+
+
+async def flipped(request: web.Request, data: bytes) -> web.StreamResponse:
+    """One bit wrong in the middle, in whatever part was asked."""
+    middle = len(data) // 2
+    return _part(request, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :], {})
+
+
+def dripping(pause_s: float, count: int = 1000) -> Fault:
+    """A peer that sends `count` bytes at a time, with a pause after each."""
+
+    async def drip(request: web.Request, data: bytes) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.content_length = len(data)
+        await response.prepare(request)
+        for start in range(0, len(data), count):
+            await response.write(data[start : start + count])
+            await asyncio.sleep(pause_s)
+        return response
+
+    return drip
 
 
 def stall_after(count: int, released: asyncio.Event) -> Fault:

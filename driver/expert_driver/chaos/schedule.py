@@ -43,7 +43,7 @@ def draw(
     """Without end: a fault's kind, and what is to be planned for one reply of `tokens` tokens.
 
     All kinds come before one comes again. None strikes at the last token: a node that is not asked
-    at a point is struck when it is asked next. A delay, which nothing ends, ends a token later.
+    at a point is struck when it is asked next. A delay ends a token later.
     """
     while True:
         for kind in random.sample(list(kinds), len(kinds)):
