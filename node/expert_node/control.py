@@ -227,6 +227,8 @@ class Control:
         serving = self._state.serving
         if serving is not None and serving.partition.holds(layer, expert):
             return serving.partition.block_bytes(layer, expert)
+        if not self._store.holds(layer, expert):
+            return None
         try:
             return self._store.read_block(layer, expert)
         except StoreError as error:
