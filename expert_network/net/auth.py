@@ -17,9 +17,11 @@ import secrets
 import stat
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from time import monotonic
 
 from expert_network.errors import InputError, KeyRefused
 
@@ -38,6 +40,8 @@ MAX_KEPT = 64
 MAX_HEADER = 1024
 #: Bytes of a key file that are looked at.
 MAX_KEY_FILE = 1024
+#: How often a key file is looked at, for a key that has been rotated.
+LOOK_SECONDS = 5.0
 
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 _FIELDS = re.compile(r'\s*([a-z]{1,16})="([A-Za-z0-9_-]{1,128})"\s*')
@@ -45,9 +49,14 @@ _FIELDS = re.compile(r'\s*([a-z]{1,16})="([A-Za-z0-9_-]{1,128})"\s*')
 
 @dataclass(frozen=True)
 class ClusterKey:
-    """A shared secret of at least 16 bytes."""
+    """A shared secret of at least 16 bytes, and while it is rotated the `older` one.
+
+    file: where it was read, which is looked at again.
+    """
 
     secret: bytes = field(repr=False)
+    older: bytes | None = field(default=None, repr=False)
+    file: KeyFile | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def generate(cls) -> ClusterKey:
@@ -56,42 +65,98 @@ class ClusterKey:
 
     @classmethod
     def from_text(cls, text: str, where: str = "the cluster key") -> ClusterKey:
-        """The key that `text` writes in hexadecimal. Raises InputError, with `where` and no key."""
-        text = text.strip()
-        if _HEX.fullmatch(text) is None:
+        """The key that `text` writes in hexadecimal, and the older one in a second line.
+
+        Raises InputError, with `where` and no key.
+        """
+        found = [_secret(line, where) for line in text.split() or [""]]
+        if len(found) > 2:
             raise InputError(
-                f"{where} is not written in hexadecimal; make a key with `expert-net key new`."
+                f"{where} is one of {len(found)}, and two at most are good at a time; end the "
+                "rotation before with `expert-net key rotate --finish`."
             )
-        if len(text) < 2 * MIN_KEY_BYTES:
-            raise InputError(
-                f"{where} has {len(text) // 2} bytes and needs at least {MIN_KEY_BYTES}; make one "
-                "with `expert-net key new`."
-            )
-        return cls(bytes.fromhex(text))
+        return cls(found[0], found[1] if len(found) > 1 else None)
 
     @classmethod
     def read(cls, path: Path) -> ClusterKey:
-        """The key in a file. Raises InputError. See `key_file_warning` as well."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(MAX_KEY_FILE)
-        except OSError as error:
-            raise InputError(
-                f"{path}: the key file cannot be read ({error.strerror}); give the file that "
-                "`expert-net key new` wrote."
-            ) from error
-        return cls.from_text(data.decode("ascii", "replace"), f"{path}: the key in this file")
+        """The key in a file, which is looked at again later.
+
+        Raises InputError. See `key_file_warning` as well.
+        """
+        file = KeyFile(path)
+        return replace(file.read(), file=file)
 
     @property
     def text(self) -> str:
-        """How it is written in a file: hexadecimal."""
-        return self.secret.hex()
+        """How it is written in a file: hexadecimal, the older one in a line of its own."""
+        return "\n".join(secret.hex() for secret in (self.secret, self.older) if secret)
+
+    @property
+    def each(self) -> tuple[ClusterKey, ...]:
+        """The keys that are good now, one by one, the one to be used first at first."""
+        now = self if self.file is None else self.file.now(self)
+        return (ClusterKey(now.secret), *([ClusterKey(now.older)] if now.older else []))
+
+    def rotated(self) -> ClusterKey:
+        """A new key, with this one as the older: both are good."""
+        return ClusterKey(ClusterKey.generate().secret, self.secret)
 
     def mac(self, role: str, method: str, target: str, nonce: str, cnonce: str) -> str:
         """What `role` ("client" or "server") proves itself with, in hexadecimal."""
         message = "\n".join((f"expert-network/1 {role}", method, target, nonce, cnonce))
         # aiohttp hands on bytes of a target that are no UTF-8 as surrogates.
         return hmac.new(self.secret, message.encode(errors="surrogateescape"), sha256).hexdigest()
+
+
+class KeyFile:
+    """A key file that is read again when it has changed. Any thread."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._looked, self._stamp = clock(), self._changed()
+        self._found: ClusterKey | None = None
+
+    def read(self) -> ClusterKey:
+        """What it says. Raises InputError."""
+        try:
+            with self._path.open("rb") as file:
+                data = file.read(MAX_KEY_FILE)
+        except OSError as error:
+            raise InputError(
+                f"{self._path}: the key file cannot be read ({error.strerror}); give the file that "
+                "`expert-net key new` wrote."
+            ) from error
+        where = f"{self._path}: the key in this file"
+        return ClusterKey.from_text(data.decode("ascii", "replace"), where)
+
+    def now(self, first: ClusterKey) -> ClusterKey:
+        """What it said when it was last sound; `first` is what it said at first."""
+        if self._clock() >= self._looked + LOOK_SECONDS:
+            self._looked, stamp = self._clock(), self._changed()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                with suppress(InputError):  # in the middle of being written, or taken away
+                    self._found = self.read()
+        return self._found or first
+
+    def _changed(self) -> tuple[int, int] | None:
+        with suppress(OSError):
+            found = self._path.stat()
+            return found.st_mtime_ns, found.st_ino
+        return None
+
+
+def _secret(text: str, where: str) -> bytes:
+    if _HEX.fullmatch(text) is None:
+        raise InputError(
+            f"{where} is not written in hexadecimal; make a key with `expert-net key new`."
+        )
+    if len(text) < 2 * MIN_KEY_BYTES:
+        raise InputError(
+            f"{where} has {len(text) // 2} bytes and needs at least {MIN_KEY_BYTES}; make one "
+            "with `expert-net key new`."
+        )
+    return bytes.fromhex(text)
 
 
 def key_file_warning(path: Path) -> str | None:
@@ -170,14 +235,19 @@ def verify(
         raise KeyRefused("this node needs the cluster key; give it with --key-file.")
     fields = _fields(authorization, SCHEME)
     nonce, cnonce = fields.get("nonce", ""), fields.get("cnonce", "")
-    expected = key.mac("client", method, target, nonce, cnonce)
-    right = hmac.compare_digest(expected, fields.get("mac", ""))
+    said = (method, target, nonce, cnonce)
+    # All of them, so that the time does not tell which one was tried.
+    right = [
+        one
+        for one in key.each
+        if hmac.compare_digest(one.mac("client", *said), fields.get("mac", ""))
+    ]
     if not (right and cnonce and nonces.spend(nonce)):
         raise KeyRefused(
             "the cluster key is wrong, or this answer was used before; give the key file that "
             "this node was started with."
         )
-    proof = key.mac("server", method, target, nonce, cnonce)
+    proof = right[0].mac("server", *said)
     return f'mac="{proof}", nextnonce="{nonces.issue()}"'
 
 
@@ -218,21 +288,32 @@ def challenged_with(www_authenticate: str | None) -> str | None:
 
 
 class KeyMemory:
-    """A client's nonces for one server: each answers one request, the next comes with the reply."""
+    """A client's nonces for one server: each answers one request, the next comes with the reply.
+
+    Of two keys the one that this server takes is remembered.
+    """
 
     def __init__(self, key: ClusterKey) -> None:
-        self._key = key
+        self._cluster, self._keys = key, list(key.each)
         self._nonces: deque[str] = deque(maxlen=MAX_KEPT)
 
     def answer(self, method: str, target: str) -> Answer | None:
         """An answer from a nonce that is at hand; None without one: ask, and be challenged."""
-        return Answer(self._key, method, target, self._nonces.pop()) if self._nonces else None
+        return Answer(self._keys[0], method, target, self._nonces.pop()) if self._nonces else None
 
     def challenged(self, method: str, target: str, nonce: str) -> Answer:
         """The answer to a 401 with `nonce`."""
         # What was kept is at least as old as the nonce that this 401 may have refused.
         self._nonces.clear()
-        return Answer(self._key, method, target, nonce)
+        return Answer(self._keys[0], method, target, nonce)
+
+    def refused(self) -> bool:
+        """Say that a fresh answer was refused; whether there is another key to try."""
+        del self._keys[0]
+        if self._keys:
+            return True
+        self._keys = list(self._cluster.each)
+        return False
 
     def proved(self, answer: Answer, info: str | None) -> None:
         """Check the server's proof and keep the next nonce. Raises KeyRefused."""

@@ -160,11 +160,16 @@ class ControlClient:
                     yield response
                     return
                 answer = self._challenged(method, path, response)
-            async with self._request(method, path, body, answer, headers, timeout) as response:
-                if response.status == 401:
-                    raise key_needed(self.url, given=True)
-                await self._accept(path, answer, response, statuses)
-                yield response
+            while True:  # once for each key, while one is rotated
+                async with self._request(method, path, body, answer, headers, timeout) as response:
+                    if response.status != 401:
+                        await self._accept(path, answer, response, statuses)
+                        yield response
+                        return
+                    assert self._memory is not None
+                    if not self._memory.refused():
+                        raise key_needed(self.url, given=True)
+                    answer = self._challenged(method, path, response)
 
     def _request(
         self,

@@ -117,7 +117,11 @@ class _Opening:
         sock, head = self._ask(answer)
         try:
             if head.status == 401:
-                raise key_needed(self._url, given=True)
+                nonce = challenged_with(head.headers.get("www-authenticate"))
+                if nonce is None or not self._memory.refused():
+                    raise key_needed(self._url, given=True)
+                sock.close()
+                return self._answered(self._memory.challenged("GET", TARGET, nonce))
             try:
                 self._memory.proved(answer, head.headers.get("authentication-info"))
             except ExpertNetworkError as error:

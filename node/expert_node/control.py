@@ -38,7 +38,6 @@ from expert_network.errors import (
     InputError,
     KeyRefused,
     NotOwned,
-    OutOfMemory,
     RosterError,
     StoreError,
 )
@@ -176,10 +175,9 @@ class Control:
             data = await _body(request, spec.block_bytes)
             if await asyncio.to_thread(_sha256, data) != spec.sha256[expert]:
                 raise web.HTTPConflict(text=f"block ({layer}, {expert}) came damaged")
-            try:
-                await asyncio.to_thread(holdings.take, layer, expert, data)
-            except OutOfMemory as error:
-                raise unavailable(str(error)) from None
+            problem = await asyncio.to_thread(holdings.take, layer, expert, data)
+        if problem is not None:
+            raise unavailable(problem)
         return web.Response(status=204)
 
     async def proof(self, request: web.Request) -> web.Response:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from threading import Lock
 
-from expert_network.errors import ExpertNetworkError, OutOfMemory
+from expert_network.errors import ExpertNetworkError
 from expert_network.net.auth import ClusterKey
 from expert_network.net.blocks import fetch_block
 from expert_network.net.control import ControlClient
@@ -52,12 +52,9 @@ class Holdings:
         spec = self._store.manifest.layer(layer)
         with self._one:
             wanted = [e for e in experts.tolist() if not self._computer.held_here(layer, e)]
-            needed, free = len(wanted) * spec.block_bytes, self._room() - SPARE_BYTES
-            if needed > free:
-                return (
-                    f"node {self._node} has no memory for block ({layer}, {wanted[0]}), "
-                    f"{size(needed)} and {size(max(0, free))} free; add a node, or replicas"
-                )
+            short = self._short(spec, wanted)
+            if short is not None:
+                return short
             blocks, reasons = {}, []
             for expert in wanted:
                 try:
@@ -78,21 +75,30 @@ class Holdings:
             log.info("adopted %s of layer %d", ", ".join(map(str, wanted)), layer)
         return None
 
-    def take(self, layer: int, expert: int, data: bytes | bytearray) -> None:
+    def take(self, layer: int, expert: int, data: bytes | bytearray) -> str | None:
         """Hold a block that somebody gives us, whose sha256 is right, from now on. Any thread.
 
-        Raises OutOfMemory.
+        The sentence of why it cannot be, or None.
         """
         spec = self._store.manifest.layer(layer)
         with self._one:
             if self._computer.held_here(layer, expert):
-                return
-            free = self._room() - SPARE_BYTES
-            if spec.block_bytes > free:
-                what = f"block ({layer}, {expert}) on node {self._node}"
-                raise OutOfMemory(what, spec.block_bytes, max(0, free), "add a node, or replicas")
-            self._computer.hold(spec, {expert: memoryview(data)})
-        log.info("was given block (%d, %d)", layer, expert)
+                return None
+            short = self._short(spec, [expert])
+            if short is None:
+                self._computer.hold(spec, {expert: memoryview(data)})
+                log.info("was given block (%d, %d)", layer, expert)
+            return short
+
+    def _short(self, spec: LayerSpec, experts: Sequence[int]) -> str | None:
+        """The sentence of what memory is missing for some blocks, if any is."""
+        needed, free = len(experts) * spec.block_bytes, self._room() - SPARE_BYTES
+        if needed <= free:
+            return None
+        return (
+            f"node {self._node} has no memory for block ({spec.layer}, {experts[0]}), "
+            f"{size(needed)} and {size(max(0, free))} free; add a node, or replicas"
+        )
 
     async def _from_peers(
         self, spec: LayerSpec, experts: Sequence[int], peers: Sequence[str]

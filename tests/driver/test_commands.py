@@ -302,6 +302,23 @@ def test_key_new_writes_a_secret_once(capsys: Capture, tmp_path: Path) -> None:
     assert code == 3 and "never overwritten" in err and file.read_text() == text
 
 
+def test_a_key_is_rotated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`rotate` puts a new key before the older one, `--finish` leaves it alone; each once."""
+    file = str(tmp_path / "key")
+    run(capsys, "key", "new", file)
+    (old,) = Path(file).read_text().split()
+    code, _, err = run(capsys, "key", "rotate", file, "--finish")
+    assert code == 3 and "has one key" in err
+    assert run(capsys, "key", "rotate", file)[0] == 0
+    new, kept = Path(file).read_text().split()
+    assert kept == old and new != old
+    assert Path(file).stat().st_mode & 0o777 == 0o600
+    code, _, err = run(capsys, "key", "rotate", file)
+    assert code == 3 and "has two keys already" in err
+    assert run(capsys, "key", "rotate", file, "--finish")[0] == 0
+    assert Path(file).read_text().split() == [new]
+
+
 def test_key_new_prints(capsys: Capture) -> None:
     """Without a file the key is printed, another one each time."""
     keys = {run(capsys, "key", "new")[1] for _ in range(2)}

@@ -16,6 +16,7 @@ from expert_network.net import auth
 from expert_network.net.auth import (
     Answer,
     ClusterKey,
+    KeyFile,
     KeyMemory,
     NonceTable,
     challenge,
@@ -304,3 +305,92 @@ def test_bad_key_files(tmp_path: Path) -> None:
             ClusterKey.read(path)
     with pytest.raises(InputError, match="cannot be read"):
         ClusterKey.read(tmp_path)
+
+
+# While a key is replaced
+
+BOTH = ClusterKey(OTHER.secret, KEY.secret)
+
+
+def asked(memory: KeyMemory, key: ClusterKey, nonces: NonceTable) -> int:
+    """How many answers it takes until a server with `key` accepts one; raises if none is."""
+    for count in range(1, 4):
+        nonce = challenged_with(challenge(nonces))
+        assert nonce is not None
+        answer = memory.challenged("GET", "/", nonce)
+        try:
+            memory.proved(answer, verify(key, nonces, "GET", "/", answer.header))
+        except KeyRefused:
+            if not memory.refused():
+                raise
+        else:
+            return count
+    raise AssertionError("answers without end")
+
+
+@pytest.mark.parametrize(
+    ("client", "server"),
+    [(KEY, KEY), (KEY, BOTH), (BOTH, KEY), (BOTH, BOTH), (BOTH, OTHER), (OTHER, BOTH)],
+)
+def test_who_shares_a_key_is_let_in(
+    client: ClusterKey, server: ClusterKey, nonces: NonceTable
+) -> None:
+    """With one of two keys in common, each side in turn, and the key that works is remembered."""
+    memory = KeyMemory(client)
+    assert asked(memory, server, nonces) == (2 if (client, server) == (BOTH, KEY) else 1)
+    assert asked(memory, server, nonces) == 1
+
+
+def test_who_shares_none_is_not(nonces: NonceTable) -> None:
+    """Two keys do not help where neither is known, and are tried anew the next time."""
+    stranger = ClusterKey(b"s" * 16, b"t" * 16)
+    memory = KeyMemory(stranger)
+    for _ in range(2):
+        with pytest.raises(KeyRefused):
+            asked(memory, BOTH, nonces)
+    with pytest.raises(KeyRefused):
+        asked(KeyMemory(KEY), OTHER, nonces)
+
+
+def test_an_answer_with_either_key_is_good_once(nonces: NonceTable) -> None:
+    """What was accepted is refused when it is played back, whichever key it was made with."""
+    for key in (KEY, OTHER):
+        answer = answer_to(nonces, key)
+        verify(BOTH, nonces, "GET", "/link", answer.header)
+        with pytest.raises(KeyRefused):
+            verify(BOTH, nonces, "GET", "/link", answer.header)
+
+
+def test_two_keys_in_a_file(tmp_path: Path) -> None:
+    """A file holds two keys, one a line, and not three."""
+    path = tmp_path / "key"
+    path.write_text(BOTH.text + "\n")
+    assert ClusterKey.read(path) == BOTH
+    assert [key.secret for key in BOTH.each] == [OTHER.secret, KEY.secret]
+    path.write_text(f"{BOTH.text}\n{KEY.text}\n")
+    with pytest.raises(InputError, match="two at most"):
+        ClusterKey.read(path)
+
+
+def test_a_key_file_is_read_again(tmp_path: Path, clock: Clock) -> None:
+    """What a file says after a change counts soon; nonsense in it, or none, leaves the keys."""
+    path = tmp_path / "key"
+    path.write_text(KEY.text)
+    file = KeyFile(path, clock)
+    key = ClusterKey(KEY.secret, file=file)
+    assert list(key.each) == [KEY]
+    fresh = tmp_path / "fresh"
+    fresh.write_text(BOTH.text)
+    fresh.replace(path)
+    assert list(key.each) == [KEY]
+    clock.now += auth.LOOK_SECONDS
+    assert list(key.each) == [OTHER, KEY]
+    path.write_text("half of a k")
+    clock.now += auth.LOOK_SECONDS
+    assert list(key.each) == [OTHER, KEY]
+    path.unlink()
+    clock.now += auth.LOOK_SECONDS
+    assert list(key.each) == [OTHER, KEY]
+    path.write_text(OTHER.text)
+    clock.now += auth.LOOK_SECONDS
+    assert list(key.each) == [OTHER]
