@@ -102,6 +102,8 @@ class Network:
                 self._flip()
             self.agreement = self._reopen()
             self.exchange.lost = False
+        if self._leaving:
+            self._let_go()
         return self.agreement
 
     @property
@@ -173,7 +175,6 @@ class Network:
         A node that failed in use is away until it answers again. It is tried at once where nobody
         else owns its blocks, unless it was silent: that takes the time of one more silence.
         """
-        self._let_go()
         self._take_back()
         failed = {
             url: link.failed
