@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from threading import Lock
 
-from expert_network.errors import ExpertNetworkError, StoreCorrupt
+from expert_network.errors import ExpertNetworkError
 from expert_network.net.auth import ClusterKey
+from expert_network.net.blocks import fetch_block
 from expert_network.net.control import ControlClient
 from expert_network.store.manifest import LayerSpec
 from expert_network.store.reader import Store
@@ -81,24 +82,25 @@ class Holdings:
         self, spec: LayerSpec, experts: Sequence[int], peers: Sequence[str]
     ) -> dict[int, memoryview]:
         """The blocks that a peer has, each from the first that gives it."""
-        found = await asyncio.gather(*(self._from_one(spec, expert, peers) for expert in experts))
+        async with AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(
+                    ControlClient(url, self._key, total=PEER_S, silence=PEER_SILENCE_S)
+                )
+                for url in peers
+            ]
+            found = await asyncio.gather(*(_first(clients, spec, expert) for expert in experts))
         return {e: block for e, block in zip(experts, found, strict=True) if block is not None}
 
-    async def _from_one(
-        self, spec: LayerSpec, expert: int, peers: Sequence[str]
-    ) -> memoryview | None:
-        for url in peers:
-            try:
-                async with ControlClient(
-                    url, self._key, total=PEER_S, silence=PEER_SILENCE_S
-                ) as peer:
-                    path = f"/block/{spec.layer}/{expert}"
-                    data = await peer.get_bytes(path, spec.block_bytes)
-                if hashlib.sha256(data).hexdigest() != spec.sha256[expert]:
-                    problem = f"block ({spec.layer}, {expert}) does not match its sha256"
-                    raise StoreCorrupt(url, problem, "it was left; verify the store there")
-            except ExpertNetworkError as error:
-                log.warning("no block (%d, %d) from %s: %s", spec.layer, expert, url, error)
-            else:
-                return memoryview(data)
+
+async def _first(
+    clients: Sequence[ControlClient], spec: LayerSpec, expert: int
+) -> memoryview | None:
+    """A verified block from the first peer that has it, if one has."""
+    if not clients:
+        return None
+    try:
+        return await fetch_block(clients, spec, expert)
+    except ExpertNetworkError as error:
+        log.warning("no block (%d, %d) from a peer: %s", spec.layer, expert, error)
         return None
