@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -38,10 +39,11 @@ from expert_network.net.auth import (
     challenged_with,
     verify,
 )
+from expert_network.net.blocks import start_of
 from expert_network.net.opening import _Opening
 from expert_network.net.proof import read_nonce
 from expert_network.store.manifest import Manifest
-from expert_network.store.reader import read_config
+from expert_network.store.reader import Store, read_config
 from expert_network.store.trunk_file import TensorSource, header
 from expert_node.content import Content, span
 from expert_protocol.dtypes import RawArray, WireDType
@@ -262,6 +264,9 @@ def _stores() -> list[Target]:
     return [
         Target("manifest", _manifest, [manifest], StoreError, mutated_json),
         Target(
+            "marks of a layer", partial(_marks, folder / "store"), [b"\2\0", b"\1\2"], StoreError
+        ),
+        Target(
             "safetensors header",
             partial(_safetensors, folder),
             [shard[8:]],
@@ -292,6 +297,19 @@ def _manifest(data: bytes) -> None:
     assert manifest.digest == hashlib.sha256(data).hexdigest()
     for spec in manifest.layers:
         assert spec.block_bytes <= spec.stride and len(spec.sha256) == spec.experts
+
+
+def _marks(folder: Path, data: bytes) -> None:
+    store = Store.open_unchecked(folder)
+    marks = folder / store.manifest.layer(0).marks
+    marks.write_bytes(data)
+    try:
+        assert set(store.held(0)) <= {0, 1}
+        for expert in store.held(0):
+            store.read_block(0, expert)
+        Store.open(folder)
+    finally:
+        marks.unlink()
 
 
 def _in_file(folder: Path, read: Callable[[Path], T], data: bytes) -> T:
@@ -385,6 +403,7 @@ def _http() -> list[Target]:
             "proof of a key", _proved, [b'mac="' + b"0" * 64 + b'", nextnonce="abc"'], KeyRefused
         ),
         Target("ranges", _span, ranges),
+        Target("part of a block", _start, [b"bytes 5-99/100"]),
     ]
 
 
@@ -454,6 +473,12 @@ def _verify(nonces: NonceTable, data: bytes) -> None:
 
 def _proved(data: bytes) -> None:
     Answer(_KEY, "GET", "/status", "00" * 40).proved(data.decode("utf-8", "surrogateescape"))
+
+
+def _start(data: bytes) -> None:
+    headers = {"Content-Range": data.decode("latin-1")}
+    start = start_of(cast(Any, SimpleNamespace(status=206, headers=headers)))
+    assert start is None or start >= 0
 
 
 def _span(data: bytes) -> None:
