@@ -6,11 +6,14 @@ new, never a half.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import secrets
 import shutil
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +22,8 @@ from typing import BinaryIO
 from expert_network.errors import DiskFull, StoreError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Of Linux's fallocate and of macOS's fcntl.
+_KEEP_SIZE, _PUNCH_HOLE, _F_PUNCHHOLE = 1, 2, 99
 _SECTOR = 512  # bytes: what st_blocks counts, on every system
 
 
@@ -88,6 +93,23 @@ def write_at(descriptor: int, data: memoryview | bytes | bytearray, offset: int)
     while rest:
         count = os.pwrite(descriptor, rest, offset)
         offset, rest = offset + count, rest[count:]
+
+
+def punch(descriptor: int, offset: int, length: int) -> None:
+    """Give the disk back what it holds of these bytes, which read as zeros from now on.
+
+    A file system that cannot do it keeps them. Raises OSError for anything else.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "darwin":
+        hole = struct.pack("=IIqq", 0, 0, offset, length)
+        failed = libc.fcntl(descriptor, _F_PUNCHHOLE, ctypes.c_char_p(hole))
+    else:
+        at, size = ctypes.c_int64(offset), ctypes.c_int64(length)
+        failed = libc.fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, at, size)
+    code = ctypes.get_errno()
+    if failed and code not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS):
+        raise OSError(code, os.strerror(code))
 
 
 def lock(folder: Path) -> int | None:

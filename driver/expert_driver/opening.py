@@ -12,6 +12,7 @@ from expert_driver import fetching
 from expert_driver.config import NetworkConfig
 from expert_driver.dispatch.agreement import Wanted
 from expert_driver.dispatch.dispatcher import NetworkExperts
+from expert_driver.dispatch.epochs import asking
 from expert_driver.dispatch.links import Opener
 from expert_driver.dispatch.network import Network
 from expert_driver.engine import Engine
@@ -125,7 +126,8 @@ def connect(config: NetworkConfig, manifest: Manifest, backend: Backend) -> Netw
         peers=config.nodes[:MAX_PEERS],
     )
     opener = Opener(config.key, hello, lambda layer: manifest.layer(layer).hidden)
-    return Network(config.nodes, wanted, opener.open, warn, config.hedge)
+    ask = asking(config.key)
+    return Network(config.nodes, wanted, opener.open, warn, config.hedge, ask)
 
 
 def choose_wire(config: NetworkConfig, compute_dtype: str) -> WireDType:

@@ -12,6 +12,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
+from expert_network import kernels
 from expert_network.backend import Backend
 from expert_network.errors import NotOwned
 from expert_network.experts import upcast
@@ -30,6 +31,9 @@ __all__ = ["EXACT", "SUM", "Blocks", "Partition", "load_partition", "partition_b
 
 # The experts of each layer, ascending. Layers without any may be left out.
 Blocks = Mapping[int, NDArray[np.intp]]
+
+# The bytes of one.
+Block = bytes | memoryview
 
 # Some experts of a layer, ascending and at least one, in memory, from what reads blocks.
 Make = Callable[[LayerSpec, NDArray[np.intp], ReadBlock], ResidentLayer]
@@ -111,7 +115,7 @@ class Partition:
     """The blocks that a process holds. Made by load_partition.
 
     Implements Experts for a model in the same process, and `compute` for a node, which may also
-    `hold` more blocks and `keep` fewer. One caller at a time. `compute_dtype` is that of
+    `hold` more blocks, or `put` what was `fitted`. One caller at a time. `compute_dtype` is that of
     activations, `numerics` the id that promises identical bits.
     """
 
@@ -125,6 +129,8 @@ class Partition:
     ) -> None:
         #: By layer what it was loaded as, and what was taken since.
         self._parts: dict[int, tuple[Layer, ...]] = {layer.spec.layer: (layer,) for layer in layers}
+        #: By layer what native code was given, which stays the same object.
+        self._natives: dict[int, object] = {}
         self._make = make
         self._precise, self._backend, self._stored = precise, backend, stored
         self.compute_dtype = backend.compute_dtype(stored)
@@ -167,7 +173,7 @@ class Partition:
                 return part.block_bytes(expert)
         raise NotOwned(layer, expert)
 
-    def hold(self, spec: LayerSpec, blocks: Mapping[int, bytes | memoryview]) -> None:
+    def hold(self, spec: LayerSpec, blocks: Mapping[int, Block]) -> None:
         """Take blocks of one layer, by expert, that are verified and not held yet.
 
         Evaluates on the calling thread.
@@ -176,22 +182,47 @@ class Partition:
         made = self._made(spec, ids, lambda expert, pieces: _scatter(blocks[expert], pieces))
         self._parts[spec.layer] = (*self._parts.get(spec.layer, ()), made)
         if len(self._parts[spec.layer]) > MOST_PARTS:
-            self.keep(spec, self.owned(spec.layer))
+            self.put(spec, self.fitted(spec, self.owned(spec.layer)))
 
-    def keep(self, spec: LayerSpec, experts: NDArray[np.intp]) -> None:
-        """Hold these experts of a layer, all of which are held, together, and no others of it.
+    def fitted(
+        self,
+        spec: LayerSpec,
+        experts: NDArray[np.intp],
+        more: Callable[[int], Block] | None = None,
+    ) -> Layer | None:
+        """A layer of just these experts in one part, for `put`; None without any.
 
-        Takes their bytes once more until it is done. Evaluates on the calling thread.
+        Those that are held are copied, `more` gives the others, verified. Takes the layer's bytes
+        once more and changes nothing yet: any thread may do it, and evaluates.
         """
-        layer = spec.layer
 
         def read(expert: int, pieces: Sequence[memoryview]) -> None:
-            _scatter(self.block_bytes(layer, expert), pieces)
+            if more is None or self.holds(spec.layer, expert):
+                block: Block = self.block_bytes(spec.layer, expert)
+            else:
+                block = more(expert)
+            _scatter(block, pieces)
 
-        if len(experts):
-            self._parts[layer] = (self._made(spec, np.sort(experts), read),)
-        else:
+        return self._made(spec, np.sort(experts), read) if len(experts) else None
+
+    def put(self, spec: LayerSpec, made: Layer | None) -> None:
+        """Hold of a layer what `fitted` has made, and nothing else.
+
+        Native code that was given the layer goes on with the new experts, so that nothing keeps the
+        old ones in memory.
+        """
+        layer = spec.layer
+        given = self._given(layer)
+        if made is None:
             self._parts.pop(layer, None)
+        else:
+            self._parts[layer] = (made,)
+        if given is not None:
+            now: Any = made
+            kernels.swap_experts(given, now.native if made else kernels.no_experts(spec.hidden))
+            if made:
+                now.native = given  # the other one has the old experts
+        mx.clear_cache()  # what was let go is for others
 
     def scattered(self, layer: int) -> bool:
         """Whether a layer's blocks are in several parts, which cost a call each."""
@@ -237,7 +268,15 @@ class Partition:
     def native(self, layer: int) -> object:
         """What native code computes a row of `layer` with, as `compute` would; None if nothing."""
         parts = self._parts.get(layer, ())
-        return getattr(parts[0], "native", None) if len(parts) == 1 else None
+        return self._given(layer) if len(parts) == 1 else None
+
+    def _given(self, layer: int) -> object:
+        """What native code is given for a layer, whatever becomes of it."""
+        given = self._natives.get(layer)
+        if given is None and layer in self._parts:
+            given = getattr(self._parts[layer][0], "native", None)
+            self._natives[layer] = given
+        return given
 
     def _made(self, spec: LayerSpec, ids: NDArray[np.intp], read: ReadBlock) -> Layer:
         assert self._make is not None
@@ -254,7 +293,7 @@ class Partition:
         return parts[0]
 
 
-def _scatter(block: bytes | memoryview, pieces: Sequence[memoryview]) -> None:
+def _scatter(block: Block, pieces: Sequence[memoryview]) -> None:
     """Copy a block into pieces that are as long as it together."""
     view, start = memoryview(block).cast("B"), 0
     for piece in pieces:

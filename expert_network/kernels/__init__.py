@@ -138,8 +138,16 @@ def experts(
 
 
 def no_experts(hidden: int) -> object:
-    """Experts that give zeros, for who measures what a row costs besides computing it."""
+    """Experts that give zeros: those of a layer that has none, or to measure the rest of a row."""
     return _native.no_experts(hidden)
+
+
+def swap_experts(one: object, other: object) -> None:
+    """Let each be what the other was. Nobody may be computing with either.
+
+    So a layer's experts change under native code that goes on with the object it was given.
+    """
+    _native.swap_experts(one, other)
 
 
 def read_bandwidth(memory: Buffer, streams: int) -> float:

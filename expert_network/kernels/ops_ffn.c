@@ -193,6 +193,21 @@ static PyObject *no_experts(PyObject *module, PyObject *hidden) {
     return capsule;
 }
 
+static PyObject *swap_experts(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+    (void)module;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "swap_experts: %zd arguments, not 2", n);
+    struct experts *one = PyCapsule_GetPointer(args[0], NAME);
+    struct experts *other = one ? PyCapsule_GetPointer(args[1], NAME) : NULL;
+    if (!other) return NULL;
+    if (one->hidden != other->hidden) {
+        PyErr_SetString(PyExc_ValueError, "swap_experts: of rows of another length");
+        return NULL;
+    }
+    struct experts was = *one;
+    *one = *other, *other = was;
+    Py_RETURN_NONE;
+}
+
 const struct experts *experts_of(PyObject *capsule, long hidden) {
     const struct experts *experts = PyCapsule_GetPointer(capsule, NAME);
     if (!experts) return NULL;
@@ -227,5 +242,6 @@ PyMethodDef ffn_methods[] = {
     {"ffn", (PyCFunction)(void (*)(void))ffn, METH_FASTCALL, NULL},
     {"experts", (PyCFunction)(void (*)(void))experts, METH_FASTCALL, NULL},
     {"no_experts", no_experts, METH_O, NULL},
+    {"swap_experts", (PyCFunction)(void (*)(void))swap_experts, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

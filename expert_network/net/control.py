@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -80,7 +81,20 @@ class ControlClient:
         self, path: str, max_bytes: int = MAX_JSON, statuses: tuple[int, ...] = (200,)
     ) -> Any:
         """The JSON at `path`, an answer of one of `statuses`."""
-        data = await self.get_bytes(path, max_bytes, statuses)
+        return self._json(path, await self.get_bytes(path, max_bytes, statuses))
+
+    async def post_json(self, path: str, message: Any, max_bytes: int = MAX_JSON) -> Any:
+        """The JSON in answer to `message` at `path`.
+
+        The body's sha256 stands in the request's target, which is what the key proves.
+        """
+        body = json.dumps(message).encode()
+        target = f"{path}?sha256={hashlib.sha256(body).hexdigest()}"
+        headers = {"Content-Type": "application/json"}
+        async with self._ask("POST", target, body, headers) as response:
+            return self._json(path, await self._bounded(response, path, max_bytes))
+
+    def _json(self, path: str, data: bytes) -> Any:
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -91,10 +105,13 @@ class ControlClient:
     ) -> bytes:
         """The bytes at `path`. More than `max_bytes` raise NotANode."""
         async with self.get(path, statuses=statuses) as response:
-            data = await _read(response, max_bytes + 1)
-            if len(data) > max_bytes:
-                raise _too_long(self.url, path, max_bytes)
-            return data
+            return await self._bounded(response, path, max_bytes)
+
+    async def _bounded(self, response: aiohttp.ClientResponse, path: str, max_bytes: int) -> bytes:
+        data = await _read(response, max_bytes + 1)
+        if len(data) > max_bytes:
+            raise _too_long(self.url, path, max_bytes)
+        return data
 
     @asynccontextmanager
     async def get(
@@ -108,20 +125,33 @@ class ControlClient:
 
         path: as it goes on the wire, quoted. total: seconds, for what takes longer than others.
         """
+        async with self._ask("GET", path, None, headers, statuses, total) as response:
+            yield response
+
+    @asynccontextmanager
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None,
+        statuses: tuple[int, ...] = (200,),
+        total: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         seconds = self.total if total is None else total
         timeout = aiohttp.ClientTimeout(
             total=seconds, sock_connect=self.silence, sock_read=self.silence
         )
         memory = None if path == OPEN_PATH else self._memory
-        answer = None if memory is None else memory.answer("GET", path)
+        answer = None if memory is None else memory.answer(method, path)
         with _Explained(self.url, seconds, self.silence):
-            async with self._request(path, answer, headers, timeout) as response:
+            async with self._request(method, path, body, answer, headers, timeout) as response:
                 if response.status != 401:
                     await self._accept(path, answer, response, statuses)
                     yield response
                     return
-                answer = self._challenged(path, response)
-            async with self._request(path, answer, headers, timeout) as response:
+                answer = self._challenged(method, path, response)
+            async with self._request(method, path, body, answer, headers, timeout) as response:
                 if response.status == 401:
                     raise key_needed(self.url, given=True)
                 await self._accept(path, answer, response, statuses)
@@ -129,7 +159,9 @@ class ControlClient:
 
     def _request(
         self,
+        method: str,
         path: str,
+        body: bytes | None,
         answer: Answer | None,
         headers: Mapping[str, str] | None,
         timeout: aiohttp.ClientTimeout,
@@ -138,15 +170,17 @@ class ControlClient:
         if answer is not None:
             sent["Authorization"] = answer.header
         url = URL(self.url + path, encoded=True)
-        return self._session.get(url, headers=sent, timeout=timeout, allow_redirects=False)
+        return self._session.request(
+            method, url, data=body, headers=sent, timeout=timeout, allow_redirects=False
+        )
 
-    def _challenged(self, path: str, response: aiohttp.ClientResponse) -> Answer:
+    def _challenged(self, method: str, path: str, response: aiohttp.ClientResponse) -> Answer:
         nonce = challenged_with(response.headers.get("WWW-Authenticate"))
         if nonce is None:
             raise not_a_node(self.url, "asks for a password, not for a cluster key")
         if self._memory is None:
             raise key_needed(self.url, given=False)
-        return self._memory.challenged("GET", path, nonce)
+        return self._memory.challenged(method, path, nonce)
 
     async def _accept(
         self,

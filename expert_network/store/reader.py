@@ -161,6 +161,21 @@ class Store:
             if self._marks(spec) is not None:
                 Marks(self.path, spec).mark([expert], WRITTEN)
 
+    def drop(self, layer: int, experts: Sequence[int]) -> None:
+        """Give the disk back what it holds of blocks, which are not here from now on.
+
+        For a store that holds a part of the blocks. Raises StoreError.
+        """
+        spec = self.manifest.layer(layer)
+        with disk.errors(self.path / spec.file):
+            Marks(self.path, spec).mark(list(experts), ABSENT)
+            fd = os.open(self.path / spec.file, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                for expert in experts:
+                    disk.punch(fd, spec.offset(expert), spec.stride)
+            finally:
+                os.close(fd)
+
     def sync(self) -> None:
         """Have all blocks that were kept on the disk. Raises DiskFull or StoreError."""
         for spec in self.manifest.layers:

@@ -103,6 +103,11 @@ def _manager(platform: str | None = None) -> service.ServiceManager:
 def _config(values: dict[str, Any]) -> NodeConfig:
     """The config, with the key read. Raises UsageError for an address open to anyone."""
     config = NodeConfig(**values, key=cluster_key(values["key_file"], KEY_VARIABLE))
+    if (config.roster is None) == (config.join is None):
+        raise click.UsageError(
+            "say which nodes share the model with --roster, or take part in a network that runs "
+            "with --join URL; one of the two."
+        )
     if not (is_loopback(config.host) or config.key or config.insecure):
         raise click.UsageError(
             f"--host {config.host} lets other machines in: give --key-file FILE (made with "
@@ -118,8 +123,10 @@ def _check_peers(config: NodeConfig) -> None:
         ("--manifest-sha256", config.manifest_sha256),
         ("--no-trunk", config.no_trunk),
     ):
-        if value and not config.peer_urls:
-            raise click.UsageError(f"{option} says something only together with --peers.")
+        if value and not (config.peer_urls or config.join):
+            raise click.UsageError(f"{option} says something only together with --peers or --join.")
+    if config.peer_urls and config.join:
+        raise click.UsageError("--join fetches from the network that it joins; leave --peers out.")
     if config.manifest_sha256 and not is_digest(config.manifest_sha256):
         raise click.UsageError("--manifest-sha256 is 64 hexadecimal digits, as in /status.")
     for url in config.peer_urls:

@@ -47,12 +47,6 @@ class Blocks(Protocol):
     def hold(self, spec: LayerSpec, blocks: Mapping[int, memoryview]) -> None:
         """Take blocks of one layer, by expert, that are not held yet. One caller at a time."""
 
-    def keep(self, spec: LayerSpec, experts: NDArray[np.intp]) -> None:
-        """Hold these experts of a layer and no others, together. One caller at a time."""
-
-    def scattered(self, layer: int) -> bool:
-        """Whether a layer's blocks are in several parts, which cost a call each."""
-
     def compute(
         self,
         layer: int,
@@ -123,7 +117,7 @@ class Computer:
     """
 
     def __init__(self, node: str, blocks: Blocks, shape: list[tuple[int, int]], counters: Counters):
-        self._node, self.blocks, self._counters = node, blocks, counters
+        self.node, self.blocks, self._counters = node, blocks, counters
         self.turns = Turns()
         self._exact = WireDType.for_compute(blocks.compute_dtype)
         self._experts = dict(shape)
@@ -167,16 +161,18 @@ class Computer:
                 self.version += 1
                 self._held[spec.layer][list(new)] = True
 
-    def keep(self, spec: LayerSpec, experts: NDArray[np.intp]) -> None:
-        """Hold of one layer these experts alone, those of them that are held. Any thread."""
+    def change(self, layer: int, experts: Ids, change: Callable[[], None]) -> None:
+        """Run `change` between two dispatches; it makes the blocks hold `experts` of `layer`.
+
+        Any thread.
+        """
+        held, now = self._held[layer], np.zeros(1 << 16, np.bool_)
+        now[experts] = True
         with self.turns:
-            held = self._held[spec.layer]
-            left = experts[held[experts]]
-            if np.count_nonzero(held) != len(left) or self.blocks.scattered(spec.layer):
-                held[:] = False
-                self.blocks.keep(spec, left)
-                self.version += 1
-                held[left] = True
+            held &= now  # rows are looked up before their turn: no more of what goes
+            change()
+            self.version += 1
+            held |= now
 
     def _adopt(self, dispatch: Dispatch, take: Take | None) -> ErrorReply | None:
         """See that what is to be adopted is held."""
@@ -193,7 +189,7 @@ class Computer:
         """The refusal when the blocks have raised."""
         log.exception("layer %d could not be computed", layer)
         what = f"{type(error).__name__}: {error}"
-        message = f"node {self._node} failed to compute layer {layer} ({what})"
+        message = f"node {self.node} failed to compute layer {layer} ({what})"
         return ErrorReply(ErrorCode.INTERNAL, message)
 
     def cannot_carry(self, layer: int, dtype: WireDType) -> ErrorReply:
@@ -209,7 +205,7 @@ class Computer:
             return self._not_owned(dispatch)
         if dispatch.mode is ReplyMode.EXACT and dispatch.dtype is not self._exact:
             message = (
-                f"exact replies of node {self._node} travel as {self._exact.label}, the dtype it "
+                f"exact replies of node {self.node} travel as {self._exact.label}, the dtype it "
                 f"computes in, and {dispatch.dtype.label} was asked for"
             )
             return ErrorReply(ErrorCode.NUMERICS, message)
@@ -224,7 +220,7 @@ class Computer:
             return ErrorReply(ErrorCode.NOT_OWNED, message)
         missing = ids[~self._held[layer][ids]]
         more = f" and {len(missing) - 1} more of that layer" if len(missing) > 1 else ""
-        message = f"node {self._node} does not hold block ({layer}, {missing[0]}){more}"
+        message = f"node {self.node} does not hold block ({layer}, {missing[0]}){more}"
         return ErrorReply(ErrorCode.NOT_OWNED, message)
 
     def _reply(self, dispatch: Dispatch) -> Reply | ErrorReply:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,36 @@ class NodeConfig:
     the environment.
     """
 
-    roster: str = field(
+    roster: str | None = field(
         metadata=_option(
-            "The nodes that share the model: a,b or with weights a=64,b=16, or a TOML file.",
-            required=True,
+            "The nodes that share the model: a,b or with weights a=64,b=16, or a TOML file."
         )
     )
-    me: str = field(metadata=_option("Which of them this node is.", required=True))
+    me: str = field(metadata=_option("Which node of the roster this one is.", required=True))
+    join: str | None = field(
+        default=None,
+        metadata=_option(
+            "Instead of --roster: nodes of a network that runs, URL,URL; this node takes itself "
+            "into it, and out of it when it is stopped.",
+        ),
+    )
+    weight: float = field(
+        default=1.0,
+        metadata=_option("With --join: this node's weight.", type=click.FloatRange(1e-9, 1e18)),
+    )
+    url: str | None = field(
+        default=None,
+        metadata=_option(
+            "With --join: how the others reach this node.  [default: from --host and --port]"
+        ),
+    )
+    handover_seconds: float = field(
+        default=600.0,
+        metadata=_option(
+            "With --join: how long a node that is stopped may take to hand its blocks over.",
+            type=click.FloatRange(0, 86400),
+        ),
+    )
     store: str | None = field(
         default=None,
         metadata=_option(
@@ -142,7 +165,7 @@ class NodeConfig:
         words: list[str] = []
         for option in option_fields():
             value = getattr(self, option.name)
-            if value != option.default:
+            if value not in (None, option.default):
                 words += _words(_names(option)[0], _anywhere(option.name, value))
         return words
 
@@ -162,9 +185,9 @@ def options(command: click.Command, without: tuple[str, ...] = ()) -> click.Comm
 def _click_option(option: Field[Any]) -> click.Option:
     extra = dict(option.metadata["click"])
     if not extra.get("required"):
-        extra["default"] = option.default
+        extra["default"] = default = None if option.default is MISSING else option.default
         # click would print "default: None" for nothing and "False" for an unset flag.
-        extra["show_default"] = option.default not in (None, False)
+        extra["show_default"] = default not in (None, False)
     return click.Option([*_names(option), option.name], help=option.metadata["help"], **extra)
 
 

@@ -7,6 +7,10 @@
     GET /block/{layer}/{expert}/proof?nonce=HEX     that it is right in memory, see net/proof.py
     GET /file/{name}                a file of the manifest
     GET /metrics                    for Prometheus
+    GET /roster                     the roster that is served, and the one that is proposed
+    POST /roster/propose            begin to gain what a new roster gives this node
+    POST /roster/commit             flip to it
+    POST /roster/cancel             give it up
     GET /link                       with an Upgrade: the hand-over to a link
 
 Every error is JSON, {"error": "a sentence"}.
@@ -15,10 +19,13 @@ Every error is JSON, {"error": "a sentence"}.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn
@@ -27,13 +34,15 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from expert_network.errors import InputError, KeyRefused, NotOwned, StoreError
+from expert_network.errors import InputError, KeyRefused, NotOwned, RosterError, StoreError
 from expert_network.net.auth import ClusterKey, NonceTable, challenge, verify
 from expert_network.net.proof import proof, read_nonce
+from expert_network.net.rosters import ANSWER_S, Order
 from expert_network.store.reader import Store
 from expert_network.units import size
 from expert_node.content import Content, Source, send
 from expert_node.handover import hand_over
+from expert_node.membership import Conflict, Proposal, read_order
 from expert_node.metrics import exposition
 from expert_node.startup import Startup
 from expert_node.state import NodeState, Phase, Serving
@@ -45,8 +54,10 @@ log = logging.getLogger("expert_node")
 PIECE = 1 << 20
 #: Blocks that are sent at a time; each is whole in memory meanwhile.
 BLOCKS_AT_ONCE = 4
-#: No request here has a body.
-MAX_BODY = 1  # byte: 0 would mean no limit
+#: Of a request's body: the roster of 4096 nodes and their addresses.
+MAX_BODY = 2 << 20
+#: For a body to come.
+BODY_SECONDS = 30.0
 OPEN_PATH = "/health"
 
 # That we know the key too, for the answer to the request of this task; aiohttp gives each its own.
@@ -81,6 +92,10 @@ class Control:
             web.get("/file/{name}", self.file),
             web.get("/metrics", self.metrics),
             web.get("/link", self.link, allow_head=False),
+            web.get("/roster", self.roster),
+            web.post("/roster/propose", self.propose),
+            web.post("/roster/commit", self.commit),
+            web.post("/roster/cancel", self.cancel),
             web.route("*", "/{path:.*}", self.nothing),
         ]
         for route in served:
@@ -153,6 +168,35 @@ class Control:
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         return await hand_over(request, self._serving().links)
+
+    async def roster(self, request: web.Request) -> web.Response:
+        return web.json_response(self._serving().membership.seat())
+
+    async def propose(self, request: web.Request) -> web.Response:
+        """Answers when there is an end to it, or after ANSWER_S with how far it is."""
+        membership = self._serving().membership
+        try:
+            over = membership.propose(Proposal.read(await _message(request)))
+        except (Conflict, RosterError) as refusal:
+            _conflict(refusal)
+        if over is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    await over.wait()
+        return web.json_response(membership.seat())
+
+    async def commit(self, request: web.Request) -> web.Response:
+        return await self._on(self._serving().membership.commit, request)
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        return await self._on(self._serving().membership.cancel, request)
+
+    async def _on(self, act: Callable[[Order], None], request: web.Request) -> web.Response:
+        try:
+            act(read_order(await _message(request)))
+        except (Conflict, RosterError) as refusal:
+            _conflict(refusal)
+        return web.json_response(self._serving().membership.seat())
 
     @property
     def _store(self) -> Store:
@@ -287,6 +331,29 @@ def _from_disk(path: Path) -> Source:
             file.close()
 
     return read
+
+
+async def _message(request: web.Request) -> object:
+    """The JSON of a body, which must be what its sha256 in the query says: the key proves that.
+
+    A page in somebody's browser cannot send this content type unasked.
+    """
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(
+            text="a roster is set with Content-Type application/json"
+        )
+    async with asyncio.timeout(BODY_SECONDS):
+        body = await request.read()
+    if request.query.get("sha256") != hashlib.sha256(body).hexdigest():
+        raise web.HTTPBadRequest(text="the body does not have the sha256 that the query says")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise web.HTTPBadRequest(text="the body is not JSON") from None
+
+
+def _conflict(refusal: Exception) -> NoReturn:
+    raise web.HTTPConflict(text=str(refusal).removesuffix("."))
 
 
 def _missing(sentence: str) -> NoReturn:

@@ -11,26 +11,30 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-import click
 from aiohttp import web
 
 from expert_network.backend import Backend
 from expert_network.commandline import progress
-from expert_network.errors import AddressInUse, Cancelled, InputError
+from expert_network.errors import AddressInUse, Cancelled, ExpertNetworkError, InputError
 from expert_network.experts.partition import Partition, load_partition, partition_bytes
 from expert_network.memory import available_memory
 from expert_network.net.address import format_url
+from expert_network.progress import Progress
 from expert_network.units import size
 from expert_node import bootstrap, startup
 from expert_node.compute import Computer
 from expert_node.config import NodeConfig
 from expert_node.control import application
+from expert_node.gaining import Gaining
 from expert_node.holdings import Holdings
+from expert_node.joining import NEWS_S, Joining, own_url
 from expert_node.links import Links
+from expert_node.membership import Membership
 from expert_node.state import SOFTWARE, NodeState, Phase, Serving
 from expert_node.stopping import Stop, in_thread
 from expert_protocol.frames import Welcome, WireDType
 from expert_protocol.header import VERSION
+from expert_roster.roster import Roster
 
 log = logging.getLogger("expert_node")
 
@@ -103,6 +107,7 @@ class Node:
     ) -> None:
         self._config, self._backend, self._state, self._listener = config, backend, state, listener
         self._stop = Stop()
+        self._joining: Joining | None = None
 
     async def live(self) -> int:
         """From the first request to the last; the exit code."""
@@ -110,10 +115,75 @@ class Node:
         async with self._http():
             serving = await self._load() if await self._fetch() else None
             if serving is not None:
-                self._say_ready(serving)
-                await self._stop.asked.wait()
-                await self._drain(serving)
+                async with self._member(serving.membership):
+                    if await self._join():
+                        self._state.phase = Phase.OK
+                        self._say_ready(serving)
+                        await self._until(self._stop.asked)
+                        await self._leave()
+                    await self._drain(serving)
         return self._stop.code
+
+    @asynccontextmanager
+    async def _member(self, membership: Membership) -> AsyncIterator[None]:
+        """With the membership at work."""
+        self._membership = asyncio.create_task(membership.run())
+        try:
+            yield
+        finally:
+            self._membership.cancel()
+            await asyncio.wait({self._membership})
+
+    async def _until(self, *events: asyncio.Event) -> None:
+        """Until one of these is set. Raises what the membership fails with, a bug."""
+        waiting = {asyncio.ensure_future(event.wait()) for event in events}
+        try:
+            await asyncio.wait({*waiting, self._membership}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for future in waiting:
+                future.cancel()
+        if self._membership.done():
+            self._membership.result()
+
+    async def _join(self) -> bool:
+        """With --join: be in the roster. False if the node was told to stop meanwhile."""
+        if self._joining is None:
+            return True
+        with progress(sys.stderr) as report:
+            told = partial(_gained, report)
+            joined = asyncio.ensure_future(self._joining.join(told))
+            return await self._unless(self._stop.asked, joined)
+
+    async def _leave(self) -> None:
+        """With --join: out of the roster first, as long as that may take, or until forced."""
+        if self._joining is None:
+            return
+        seconds = self._config.handover_seconds
+        left = asyncio.ensure_future(self._joining.leave(seconds))
+        try:
+            async with asyncio.timeout(seconds):
+                if await self._unless(self._stop.forced, left):
+                    serving = self._state.serving
+                    assert serving is not None
+                    await in_thread(partial(serving.links.wait_for_none, NEWS_S))
+        except (ExpertNetworkError, TimeoutError) as error:
+            why = str(error) or f"it takes longer than {seconds:g} s"
+            log.warning("node %s ends without handing over: %s", self._config.me, why)
+
+    async def _unless(self, event: asyncio.Event, task: asyncio.Future[None]) -> bool:
+        """Whether `task` was done before `event` was set; raises what it raised."""
+        over = asyncio.Event()
+        task.add_done_callback(lambda _: over.set())
+        try:
+            await self._until(event, over)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            return False
+        task.result()
+        return True
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[None]:
@@ -155,10 +225,9 @@ class Node:
 
     async def _bootstrap(self) -> None:
         config, state = self._config, self._state
-        confirm = self._confirm if sys.stdin.isatty() and sys.stderr.isatty() else None
         path = startup.store_path(config)
         # Before a bar is drawn over the question.
-        digest = await bootstrap.agreed_digest(config, path, confirm)
+        digest = await bootstrap.agreed_digest(config, path, startup.confirm())
         with progress(sys.stderr) as report:
 
             def fetched(done: int, total: int, what: str) -> None:
@@ -172,9 +241,6 @@ class Node:
             await bootstrap.fetch_partition(config, settled, fetched)
         _settle(state, settled, self._backend)
         state.phase = Phase.LOADING
-
-    async def _confirm(self, question: str) -> bool:
-        return await in_thread(partial(click.confirm, question, err=True))
 
     async def _load(self) -> Serving | None:
         """Load the blocks; None if the node was told to stop meanwhile."""
@@ -195,8 +261,37 @@ class Node:
             lambda layer: manifest.layer(layer).hidden,
             holdings=Holdings(settled.name, settled.store, computer, self._config.key, room),
         )
-        state.serving, state.phase = Serving(partition, links), Phase.OK
+        key, backend = self._config.key, self._backend.name
+        gaining = Gaining(settled.store, partition, computer, links, backend, key)
+        membership = Membership(
+            settled.name,
+            manifest.digest,
+            manifest.shape,
+            settled.roster,
+            gaining,
+            partial(self._flipped, partition, links),
+            key,
+            settled.addresses,
+            self._config.peer_urls,
+        )
+        if self._config.join is not None:
+            self._joining = Joining(
+                membership, manifest.digest, self._config.weight, self._url(), key
+            )
+        else:
+            state.phase = Phase.OK
+        state.serving = Serving(partition, links, membership)
         return state.serving
+
+    def _flipped(self, partition: Partition, links: Links, roster: Roster) -> None:
+        self._state.flipped(roster)
+        links.announce(self._welcome(partition))
+
+    def _url(self) -> str:
+        """How others reach this node."""
+        port = self._listener.getsockname()[1]
+        towards = next(iter(self._state.settled.addresses.values()))
+        return self._config.url or own_url(self._config.host, port, towards)
 
     def _load_partition(self) -> Partition:
         settled = self._state.settled
@@ -249,3 +344,7 @@ class Node:
         cut = drained.result() if drained.done() else serving.links.cut()
         if cut:
             log.warning("%d links were cut off before their dispatch was done", cut)
+
+
+def _gained(report: Progress, done: int, total: int) -> None:
+    report(done, total, "taking blocks over")

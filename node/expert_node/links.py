@@ -103,6 +103,14 @@ class Links:
             received = self.counters.bytes_received + sum(came for came, _ in moved)
             return received, self.counters.bytes_sent + sum(went for _, went in moved)
 
+    def announce(self, welcome: Welcome) -> None:
+        """Greet with `welcome` from now on, and carry its epoch in all replies."""
+        with self._changed:
+            self.welcome = welcome
+            links = list(self._links)
+        for link in links:
+            link.announce(welcome.epoch)
+
     def reserve(self) -> str | None:
         """Keep a place for a link, to be used with `start` or given back with `release`.
 
@@ -150,6 +158,11 @@ class Links:
             return None
         self._links[link] = served
         return served
+
+    def wait_for_none(self, seconds: float) -> None:
+        """Block until no link is open, for `seconds` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._links, seconds)
 
     def drain(self, reason: str, seconds: float) -> int:
         """End all links, each after the dispatch it is computing; how many had to be cut off.
@@ -227,6 +240,7 @@ class Link:
                 links.welcome.max_payload,
                 self._sending,
             )
+        self.announce(links.welcome.epoch)
 
     def run(self) -> None:
         """Serve until either side ends it. Closes the socket; raises nothing."""
@@ -261,6 +275,13 @@ class Link:
         if self._single is not None:
             self._single.end()
         self.stream.interrupt()
+
+    def announce(self, epoch: int) -> None:
+        """Carry the node's `epoch` in replies from now on. Any thread."""
+        self._connection.epoch = epoch
+        if self._single is not None:
+            with self._sending:
+                self._single.announce(epoch)
 
     def say_working(self) -> None:
         """Tell the driver that its dispatch is still computed, if it has been for a while.

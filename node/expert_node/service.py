@@ -307,4 +307,5 @@ def _unit(node: str) -> str:
 
 
 def _stop_seconds(config: NodeConfig) -> int:
-    return math.ceil(config.drain_seconds) + STOP_MARGIN
+    handover = config.handover_seconds if config.join is not None else 0
+    return math.ceil(config.drain_seconds + handover) + STOP_MARGIN

@@ -32,7 +32,7 @@ from expert_protocol.frames import (
     encode_working,
     heads_of_one_row,
 )
-from expert_protocol.header import HEADER_SIZE
+from expert_protocol.header import EPOCH, HEADER_SIZE
 
 _native: Any = kernels._native if kernels.available() else None
 
@@ -96,6 +96,13 @@ class Single:
         self._single: object = None
         self._error: Exception | None = None
         self._version = computer.version
+        #: The node's, which replies carry where it is later than that of their dispatch.
+        self._epoch = 0
+
+    def announce(self, epoch: int) -> None:
+        """Carry the node's `epoch` from now on. Any thread, which holds `sending`."""
+        self._epoch = epoch
+        raise_epochs(self._dues, epoch)
 
     def learn(self, dispatch: Dispatch) -> None:
         """Know the form of a dispatch that has been answered."""
@@ -115,7 +122,9 @@ class Single:
         pairs = min(MOST_PAIRS, (self._max_payload - row) // (more - row))
         facts = np.array((self._computer.layers[layer], dtype, hidden, pairs, precise), np.int32)
         self._heads = np.vstack([self._heads, np.frombuffer(head, np.uint8)])
-        self._dues = np.vstack([self._dues, np.frombuffer(due, np.uint8)])
+        with self._sending:  # nobody announces an epoch meanwhile
+            self._dues = np.vstack([self._dues, np.frombuffer(due, np.uint8)])
+            raise_epochs(self._dues, self._epoch)
         self._facts = np.vstack([self._facts, facts])
         self._experts = (*self._experts, self._computer.native(layer))
         self._single = None
@@ -239,6 +248,12 @@ class Single:
 
     def _of(self, hidden: int) -> NDArray[np.float32]:
         return self._row[:hidden].reshape(1, hidden)
+
+
+def raise_epochs(heads: NDArray[np.uint8], epoch: int) -> None:
+    """Write `epoch` into the heads that have an earlier one, where they lie: uint8 (n, 28)."""
+    epochs = heads[:, EPOCH].view("<u4")
+    np.maximum(epochs, np.uint32(epoch), out=epochs)
 
 
 @lru_cache(MOST_PAIRS)

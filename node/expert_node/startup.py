@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
 from expert_network import places
-from expert_network.errors import OutOfMemory
+from expert_network.commandline import progress
+from expert_network.errors import OutOfMemory, StoreError
+from expert_network.net.fetch import fetch_store, fetch_trunk
+from expert_network.net.pinning import Confirm, pinned
 from expert_network.store.reader import Store, not_held
 from expert_network.units import size
 from expert_node.config import NodeConfig
+from expert_node.joining import invitation
+from expert_node.stopping import in_thread
 from expert_roster.rendezvous import partition
 from expert_roster.roster import Roster
+
+log = logging.getLogger("expert_node")
 
 #: What serving takes besides the blocks: MLX's buffers, frames, one chunk of up-cast weights.
 SERVING_BYTES = 200_000_000
@@ -29,6 +41,8 @@ class Startup:
     roster: Roster
     store: Store
     blocks: Mapping[int, NDArray[np.intp]]
+    #: Where other nodes are, by name, as far as that is known.
+    addresses: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def block_count(self) -> int:
@@ -37,16 +51,23 @@ class Startup:
 
 
 def read(config: NodeConfig) -> Startup:
-    """Read roster and store. Raises RosterError, StoreError and their kin."""
+    """Read roster and store. Raises RosterError, StoreError and their kin.
+
+    With --join the network is asked for both, and the node begins without blocks; raises what it
+    fails with, then.
+    """
+    if config.join is not None:
+        return asyncio.run(_invited(config, config.join))
     roster = read_roster(config)
     settled = settle(config.me, roster, Store.open(store_path(config)))
-    for at in missing(settled):
-        raise not_held(settled.store.path, *at)
+    for layer, expert in missing(settled):
+        raise not_held(settled.store.path, layer, expert)
     return settled
 
 
 def read_roster(config: NodeConfig) -> Roster:
     """The roster, which names this node. Raises RosterError."""
+    assert config.roster is not None
     roster = Roster.from_spec(config.roster, _read_text, config.replicas)
     roster.index(config.me)
     return roster
@@ -62,6 +83,35 @@ def missing(settled: Startup) -> list[tuple[int, int]]:
     """The (layer, expert) of the node's own blocks that its store lacks."""
     held = {layer: set(settled.store.held(layer)) for layer in settled.blocks}
     return [(n, e) for n, ids in settled.blocks.items() for e in ids.tolist() if e not in held[n]]
+
+
+async def _invited(config: NodeConfig, join: str) -> Startup:
+    """What a node that joins begins with: a store without blocks, unless they are there already."""
+    invited = await invitation([url.strip() for url in join.split(",")], config.key, config.me)
+    home, urls = places.home(config.home), list(invited.addresses.values())
+    if config.store is None:
+        path = places.cache_dir(home) / invited.model_digest
+    else:
+        path = places.place_for(config.store, home)
+    digest = await pinned(path, config.manifest_sha256, urls, config.key, confirm(), log.warning)
+    if digest != invited.model_digest:
+        problem = f"the manifest {digest[:12]} is not the network's, {invited.model_digest[:12]}"
+        raise StoreError(path, problem, "name another folder, or leave --manifest-sha256 out")
+    with progress() as report:
+        store = Store.open(await fetch_store(urls, path, config.key, digest, report, part=True))
+        if not (config.no_trunk or store.trunk_path.exists()):
+            await fetch_trunk(store, urls, config.key, report)
+    start = invited.without(config.me)
+    return Startup(config.me, start.roster, store, {}, start.addresses)
+
+
+def confirm() -> Confirm | None:
+    """How to ask who sits at the terminal; None without one."""
+
+    async def ask(question: str) -> bool:
+        return await in_thread(partial(click.confirm, question, err=True))
+
+    return ask if sys.stdin.isatty() and sys.stderr.isatty() else None
 
 
 def check_memory(startup: Startup, partition_bytes: int, available: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -14,9 +14,11 @@ from expert_network import __version__
 from expert_network.experts.partition import Partition
 from expert_network.memory import peak_rss
 from expert_node.links import Links
+from expert_node.membership import Membership, blocks_of
 from expert_node.metrics import Counters
 from expert_node.startup import Startup
 from expert_protocol.header import VERSION
+from expert_roster.roster import Roster
 
 SOFTWARE = f"expert-network {__version__}"
 
@@ -36,6 +38,7 @@ class Serving:
 
     partition: Partition
     links: Links
+    membership: Membership
     ready_at: float = field(default_factory=time.monotonic)
 
 
@@ -57,6 +60,12 @@ class NodeState:
         """What was settled; to be asked for once it is."""
         assert self.startup is not None
         return self.startup
+
+    def flipped(self, roster: Roster) -> None:
+        """Be a node of `roster` from now on."""
+        settled = self.settled
+        blocks = blocks_of(roster, settled.name, settled.store.manifest.shape)
+        self.startup = replace(settled, roster=roster, blocks=blocks)
 
     def status(self, serving: Serving) -> dict[str, Any]:
         """The body of /status. Memory and partition in bytes."""

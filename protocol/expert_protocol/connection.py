@@ -280,6 +280,8 @@ class DriverConnection(_Connection[DriverEvent, _Owed]):
         super().__init__(DRIVER_SENDS, NODE_SENDS, hidden, crc32)
         self._max_reply = MAX_PAYLOAD
         self._limits = _Limits(0, 0, ())
+        #: The latest epoch that the node has named, in its WELCOME, a REPLY or a PONG.
+        self.epoch = 0
 
     def hello(self, hello: Hello) -> list[Buffer]:
         """The first frame."""
@@ -362,11 +364,13 @@ class DriverConnection(_Connection[DriverEvent, _Owed]):
     def _check_reply(self, header: Header) -> None:
         due = self._open[0].reply
         assert due is not None
-        if header[4:9] != due[4:9]:  # epoch, layer, dtype, mode, rows
+        if header[5:9] != due[5:9] or header.epoch < due.epoch:  # layer, dtype, mode, rows
             raise RemoteProtocolError("a REPLY differs from its DISPATCH in what it must repeat")
         if header.length != due.length:
             problem = f"a REPLY of {header.length} bytes where {due.length} are due"
             raise RemoteProtocolError(problem)
+        # Later than the dispatch's, it is the node's own.
+        self.epoch = max(self.epoch, header.epoch)
 
     def _decode(self, header: Header, payload: memoryview | bytes) -> DriverEvent:
         match header.kind:
@@ -376,6 +380,7 @@ class DriverConnection(_Connection[DriverEvent, _Owed]):
                 return Working()
             case Kind.WELCOME:
                 welcome = decode_welcome(payload)
+                self.epoch = welcome.epoch
                 self._limits = _Limits(welcome.max_rows, welcome.max_payload, welcome.dtypes)
                 return welcome
             case Kind.ERROR:
@@ -385,6 +390,7 @@ class DriverConnection(_Connection[DriverEvent, _Owed]):
                 return error
             case Kind.PING:
                 self._open.popleft()
+                self.epoch = max(self.epoch, header.epoch)
                 return Pong()
             case _:
                 return decode_goodbye(payload)
@@ -402,6 +408,8 @@ class NodeConnection(_Connection[NodeEvent, _Request]):
         self._pairs = 0
         self._max_reply = MAX_PAYLOAD
         self._limits = _Limits(MAX_ROWS, MAX_PAYLOAD, ())
+        #: The node's own, which REPLY and PONG carry. May be set by any thread.
+        self.epoch = 0
 
     def welcome(self, welcome: Welcome) -> list[Buffer]:
         """Accept the HELLO. `welcome`'s limits hold from here on."""
@@ -419,7 +427,7 @@ class NodeConnection(_Connection[NodeEvent, _Request]):
         if (reply.mode, reply.dtype, reply.data.shape) != due:
             given = (reply.mode, reply.dtype, reply.data.shape)
             raise LocalProtocolError(f"a reply of {given} where {due} is due")
-        frame = encode_reply(reply, request, self._crc32)
+        frame = encode_reply(reply, request, self._crc32, self.epoch)
         self._open.popleft()
         self._move(self._after(state))
         return frame
@@ -444,7 +452,7 @@ class NodeConnection(_Connection[NodeEvent, _Request]):
     def pong(self) -> list[Buffer]:
         """Answer a Ping."""
         self._move(self._may_send(Kind.PING))
-        return encode_pong(self._open.popleft().header.sequence)
+        return encode_pong(self._open.popleft().header.sequence, self.epoch)
 
     def refuse(self, error: RemoteProtocolError) -> list[Buffer]:
         """What may still be sent after `feed` raised `error`: an ERROR with its code."""

@@ -298,8 +298,11 @@ def dispatch_in(header: Header, payload: memoryview | bytes, columns: int, pairs
 # REPLY: queue and compute microseconds, then the values
 
 
-def encode_reply(reply: Reply, request: Header, crc32: Checksum = crc32) -> list[Buffer]:
-    """The frame's buffers; sequence, epoch, layer and rows are the request's.
+def encode_reply(
+    reply: Reply, request: Header, crc32: Checksum = crc32, epoch: int = 0
+) -> list[Buffer]:
+    """The frame's buffers; sequence, layer and rows are the request's, and so is its epoch unless
+    the node's own `epoch` is later.
 
     Raises LocalProtocolError for data of another form. Times beyond 71 minutes are cut.
     """
@@ -307,8 +310,8 @@ def encode_reply(reply: Reply, request: Header, crc32: Checksum = crc32) -> list
     if data.ndim != 2 or data.dtype != reply.dtype.raw or not data.flags.c_contiguous:
         raise LocalProtocolError(f"this reply cannot be sent: {data.dtype} of shape {data.shape}")
     times = _TIMES.pack(min(reply.queue_us, MAX_U32), min(reply.compute_us, MAX_U32))
-    _, _, _, sequence, epoch, layer, _, _, rows, _, _ = request
-    length = TIMES_SIZE + data.nbytes
+    _, _, _, sequence, asked, layer, _, _, rows, _, _ = request
+    length, epoch = TIMES_SIZE + data.nbytes, max(asked, epoch)
     head = encode_head(_REPLY, 0, sequence, epoch, layer, reply.dtype, reply.mode, rows, length)
     return summed(head, (times, data.data), crc32)
 

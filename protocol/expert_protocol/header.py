@@ -26,6 +26,8 @@ VERSION = 3
 HEADER_SIZE = 32
 #: The part of it that its crc32 covers.
 SUMMED_SIZE = 28
+#: Where the epoch stands.
+EPOCH = slice(12, 16)
 #: Bit 0 of the flags of a PING: this one is the answer.
 PONG_FLAG = 1
 #: Bit 0 of the flags of a DISPATCH: compute with float32 activations, whatever the kernels can.
@@ -215,7 +217,7 @@ def decode_header(data: memoryview | bytes) -> Header:
         _check_rows(kind, rows)
         if mode and dtype is WireDType.INT8:
             raise RemoteProtocolError(f"a {kind.name} in EXACT mode of int8 rows, which round")
-    elif epoch or layer or dtype or mode or rows:
+    elif layer or dtype or mode or rows or (epoch and not (kind is Kind.PING and flags)):
         raise RemoteProtocolError(f"a {kind.name} sets fields that belong to a dispatch")
     return Header(
         version, kind, flags, sequence, epoch, layer, dtype, mode, rows, length, crc

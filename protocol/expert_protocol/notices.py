@@ -106,9 +106,9 @@ def encode_ping(sequence: int) -> list[Buffer]:
     return encode_frame(Kind.PING, sequence=sequence)
 
 
-def encode_pong(sequence: int) -> list[Buffer]:
-    """The frame's one buffer: a PING with flag bit 0."""
-    return encode_frame(Kind.PING, flags=PONG_FLAG, sequence=sequence)
+def encode_pong(sequence: int, epoch: int = 0) -> list[Buffer]:
+    """The frame's one buffer: a PING with flag bit 0, and the node's epoch."""
+    return encode_frame(Kind.PING, flags=PONG_FLAG, sequence=sequence, epoch=epoch)
 
 
 def encode_working(sequence: int) -> list[Buffer]:

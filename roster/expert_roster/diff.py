@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +29,18 @@ class NodeChange(NamedTuple):
     after: int
     fetched: int
 
+    @property
+    def released(self) -> int:
+        """How many of those before it no longer owns."""
+        return self.before - self.after + self.fetched
+
+
+class NodeBytes(NamedTuple):
+    """Bytes that a node fetches, and bytes that it no longer has to hold."""
+
+    gained: int
+    lost: int
+
 
 @dataclass(frozen=True)
 class RosterDiff:
@@ -41,6 +53,8 @@ class RosterDiff:
     total: int
     moves: tuple[Move, ...]
     nodes: tuple[NodeChange, ...]
+    #: Copies that each node owns more than before, by layer.
+    growth: Mapping[str, Mapping[int, int]]
 
     @property
     def moved(self) -> int:
@@ -64,6 +78,17 @@ class RosterDiff:
             sizes[move.source, move.target] += block_bytes[move.layer]
         return dict(sorted(sizes.items()))
 
+    def node_bytes(self, block_bytes: Mapping[int, int]) -> dict[str, NodeBytes]:
+        """What each node fetches and gives up; `block_bytes` as for pair_bytes."""
+        gained: Counter[str] = Counter()
+        for (_, target), size in self.pair_bytes(block_bytes).items():
+            gained[target] += size
+        found = {}
+        for name, layers in self.growth.items():
+            more = sum(count * block_bytes[layer] for layer, count in layers.items())
+            found[name] = NodeBytes(gained[name], gained[name] - more)
+        return found
+
 
 def diff(old: Roster, new: Roster, shape: Sequence[tuple[int, int]]) -> RosterDiff:
     """What has to move when `old` becomes `new`; `shape` lists (layer, number of experts)."""
@@ -72,8 +97,13 @@ def diff(old: Roster, new: Roster, shape: Sequence[tuple[int, int]]) -> RosterDi
     fetched = Counter(move.target for move in moves)
     had, has = _copies(old, before), _copies(new, after)
     names = sorted({*old.names, *new.names})
-    nodes = tuple(NodeChange(name, had[name], has[name], fetched[name]) for name in names)
-    return RosterDiff(has.total(), moves, nodes)
+    nodes = tuple(
+        NodeChange(name, had[name].total(), has[name].total(), fetched[name]) for name in names
+    )
+    growth = {
+        name: {layer: has[name][layer] - had[name][layer] for layer in before} for name in names
+    }
+    return RosterDiff(sum(copies.total() for copies in has.values()), moves, nodes, growth)
 
 
 def _moves(
@@ -94,6 +124,10 @@ def _moves(
                 yield Move(layer, expert, source, target)
 
 
-def _copies(roster: Roster, table: Mapping[int, Indices]) -> Counter[str]:
-    indices = Counter(index for rows in table.values() for index in rows.ravel().tolist())
-    return Counter({roster.names[index]: count for index, count in indices.items()})
+def _copies(roster: Roster, table: Mapping[int, Indices]) -> defaultdict[str, Counter[int]]:
+    """How many copies each node owns, by layer."""
+    copies: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for layer, rows in table.items():
+        for index, count in Counter(rows.ravel().tolist()).items():
+            copies[roster.names[index]][layer] = count
+    return copies

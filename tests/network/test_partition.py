@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from expert_network.backend import detect
+from expert_network import kernels
+from expert_network.backend import Kernels, detect
 from expert_network.errors import NotOwned, StoreCorrupt
 from expert_network.experts.partition import (
     EXACT,
@@ -202,7 +203,8 @@ def test_threads(store: Store) -> None:
 _MEASURE = """
 import json, sys
 import numpy as np
-from expert_network.backend import detect
+from expert_network import kernels
+from expert_network.backend import Kernels, detect
 backend = detect()
 from expert_network.memory import peak_rss
 from expert_network.experts.partition import load_partition
@@ -236,6 +238,67 @@ def together(store: Store, layer: int, experts: list[int]) -> Partition:
 
 def taken(store: Store, layer: int, experts: list[int]) -> dict[int, bytes]:
     return {expert: bytes(store.read_block(layer, expert)) for expert in experts}
+
+
+def fit(part: Partition, store: Store, layer: int, experts: list[int]) -> None:
+    """Hold these experts of a layer alone; the store gives what is not held."""
+    missing = [expert for expert in experts if not part.holds(layer, expert)]
+    spec = store.manifest.layer(layer)
+    part.put(
+        spec,
+        part.fitted(spec, np.array(experts, np.intp), taken(store, layer, missing).__getitem__),
+    )
+
+
+KERNELS: tuple[Kernels, ...] = ("native", "mlx") if kernels.available() else ("mlx",)
+
+
+@pytest.mark.parametrize("chosen", KERNELS)
+def test_what_is_held_changes(store: Store, chosen: Kernels) -> None:
+    """A layer gains blocks and gives others up, and computes the bits of one loaded so at once."""
+    part, spec = load_partition(store, BLOCKS, detect(chosen)), store.manifest.layer(0)
+    made = part.fitted(spec, np.array([7, 5, 2]), taken(store, 0, [5]).__getitem__)
+    assert part.owned(0).tolist() == [0, 2, 3, 7]  # until it is put
+    part.put(spec, made)
+    assert (part.owned(0).tolist(), part.blocks) == ([2, 5, 7], 4)
+    alike = load_partition(store, {0: np.array([2, 5, 7])}, detect(chosen))
+    for mode in (SUM, EXACT):
+        asked = dispatch([1, 3, 2], [2, 5, 7])
+        made_now, expected = (p.compute(0, mode, **asked) for p in (part, alike))
+        assert made_now.tobytes() == expected.tobytes()
+    assert part.block_bytes(0, 5) == bytes(store.read_block(0, 5))
+    with pytest.raises(NotOwned):
+        part.compute(0, SUM, **dispatch([1], [3]))
+
+
+@pytest.mark.parametrize("chosen", KERNELS)
+def test_a_layer_comes_and_goes(store: Store, chosen: Kernels) -> None:
+    """The last block of a layer can be given up, and the first one gained."""
+    part = load_partition(store, {0: np.array([1])}, detect(chosen))
+    fit(part, store, 0, [])
+    fit(part, store, 1, [6])
+    assert (part.owned(0).tolist(), part.owned(1).tolist(), part.blocks) == ([], [6], 1)
+    fit(part, store, 0, [4])
+    asked = dispatch([2], [4])
+    alike = load_partition(store, {0: np.array([4])}, detect(chosen))
+    assert part.compute(0, SUM, **asked).tobytes() == alike.compute(0, SUM, **asked).tobytes()
+
+
+@pytest.mark.skipif(not kernels.available(), reason="there are no native kernels here")
+def test_native_code_goes_on_with_new_experts(store: Store) -> None:
+    """What native code was given for a layer stays the same object, whatever the layer holds."""
+    part = load_partition(store, BLOCKS, detect("native"))
+    given = part.native(0)
+    assert given is not None
+    fit(part, store, 0, [1])
+    assert part.native(0) is given
+    fit(part, store, 0, [])
+    fit(part, store, 0, [1, 3])
+    assert part.native(0) is given
+    part.hold(store.manifest.layer(0), taken(store, 0, [5]))
+    assert part.native(0) is None  # in two parts: one call is not enough
+    fit(part, store, 0, [3, 5])
+    assert part.native(0) is given
 
 
 @pytest.mark.parametrize("precise", [True, False], ids=["precise", "fast"])
@@ -274,11 +337,11 @@ def test_what_is_not_held_is_never_computed(store: Store) -> None:
     part.hold(store.manifest.layer(0), taken(store, 0, [3]))
     with pytest.raises(NotOwned):
         part.compute(0, EXACT, **dispatch([3, 3], [0, 3, 5]))
-    part.keep(store.manifest.layer(0), np.array([2, 3]))
+    fit(part, store, 0, [2, 3])
     assert part.owned(0).tolist() == [2, 3]
     with pytest.raises(NotOwned):
         part.compute(0, EXACT, **dispatch([3], [0]))
-    part.keep(store.manifest.layer(0), np.array([], np.intp))
+    fit(part, store, 0, [])
     assert part.blocks == part.nbytes == 0
 
 
@@ -292,6 +355,6 @@ def test_blocks_that_come_one_by_one_are_put_together(store: Store) -> None:
         asked = dispatch([4, 4], range(spec.experts))
         whole = together(store, 0, list(range(spec.experts)))
         assert np.array_equal(part.compute(0, EXACT, **asked), whole.compute(0, EXACT, **asked))
-        part.keep(spec, np.arange(spec.experts))
+        fit(part, store, 0, list(range(spec.experts)))
         assert (part.native(0) is None) == (whole.native(0) is None)
-        part.keep(spec, np.array([], np.intp))
+        fit(part, store, 0, [])

@@ -46,6 +46,20 @@ def test_a_block_that_is_kept_can_be_read(store: Store) -> None:
         assert opened.verify() == []
 
 
+def test_a_block_that_is_dropped_takes_no_room(store: Store) -> None:
+    """What was dropped is not there any more, on the disk neither; what stays is sound."""
+    for expert in range(3):
+        store.keep(0, expert, block(0, expert))
+    before, pages = disk.sizes(store.path), store.manifest.layer(0).block_bytes // 4096 * 4096
+    store.drop(0, [0, 2])
+    after = disk.sizes(store.path)
+    assert after[0] == before[0] and after[1] <= before[1] - 2 * pages
+    opened = Store.open(store.path)
+    assert opened.held(0) == [1] and opened.verify() == []
+    with pytest.raises(StoreError, match="is not in this store"):
+        opened.read_block(0, 2)
+
+
 def test_what_is_not_there_is_named_and_never_zeros(store: Store) -> None:
     """Reading an absent block names it, verified or not."""
     store.keep(1, 0, block(1, 0))

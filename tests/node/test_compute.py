@@ -208,3 +208,21 @@ def test_a_turn_ends_with_an_error(kind: Any) -> None:
     turns.release()
     with turns:
         pass
+
+
+def test_what_is_held_changes_between_two_dispatches() -> None:
+    """A change waits for its turn; then what came is answered and what went is refused."""
+    asking = computer()
+    asking.turns.acquire()
+    seen: list[bool] = []
+    with ThreadPoolExecutor(1) as pool:
+        changed = pool.submit(
+            asking.change, 3, np.array([4, 5]), lambda: seen.append(bool(asking.held[1, 1]))
+        )
+        assert asking.held[1, 1]
+        asking.turns.release()
+        changed.result(30)
+    assert seen == [False]  # no row is let in for a block that is about to go
+    assert np.flatnonzero(asking.held[1]).tolist() == [4, 5]
+    assert isinstance(asking.answer(asked(ids=np.array([5, 4, 4], np.uint16))), Reply)
+    assert isinstance(asking.answer(asked()), ErrorReply)

@@ -47,6 +47,10 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 ALL = NodeConfig(
     roster="/etc/our roster.toml",
     me="-a",
+    join="http://a:8301,b",
+    weight=2.5,
+    url="http://c:1",
+    handover_seconds=7.0,
     store="/mnt/big disk/100%/store",
     peers="http://a:8301,b",
     manifest_sha256="0f" * 32,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,15 +18,18 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from expert_network.errors import KeyRefused, NotOwned
+from expert_network.errors import KeyRefused, NodeRefused, NotOwned
 from expert_network.experts.partition import Partition
 from expert_network.net.auth import ClusterKey, KeyMemory, challenged_with
+from expert_network.net.control import ControlClient
+from expert_network.net.rosters import Seat, ask
 from expert_network.store.reader import Store
 from expert_node import handover
 from expert_node.compute import Computer
 from expert_node.control import PIECE, application
 from expert_node.handover import UPGRADE
 from expert_node.links import Links
+from expert_node.membership import Blocks, Membership
 from expert_node.startup import Startup
 from expert_node.state import NodeState, Phase, Serving
 from expert_roster.rendezvous import partition
@@ -59,6 +63,21 @@ class FakePartition:
         return block(layer, expert)[::-1]
 
 
+class FakeMover:
+    """Has every block."""
+
+    fetched = drivers = 0
+
+    def missing(self, blocks: Blocks) -> int:
+        return 0
+
+    async def gain(self, blocks: Blocks, *rest: Any) -> None:
+        return
+
+    async def release(self, kept: Callable[[], Blocks]) -> None:
+        return
+
+
 @pytest.fixture
 def state(tmp_path: Path) -> NodeState:
     """Node a of a,b: loaded, with a store of two layers of three experts."""
@@ -69,7 +88,10 @@ def state(tmp_path: Path) -> NodeState:
     held = cast(Partition, FakePartition(blocks))
     computer = Computer("a", held, store.manifest.shape, state.counters)
     links = Links(welcome(), "made_up", computer, state.counters, lambda layer: 64)
-    state.serving, state.phase = Serving(held, links), Phase.OK
+    membership = Membership(
+        "a", store.digest, store.manifest.shape, ROSTER, FakeMover(), lambda roster: None
+    )
+    state.serving, state.phase = Serving(held, links, membership), Phase.OK
     return state
 
 
@@ -293,7 +315,7 @@ async def test_metrics(state: NodeState) -> None:
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 async def test_only_get(state: NodeState, method: str) -> None:
-    """Nothing can be changed over HTTP."""
+    """Nothing but a roster can be changed over HTTP."""
     async with served(state) as session, session.request(method, "/status") as answer:
         assert answer.status == 405
         assert "use GET" in (await answer.json())["error"]
@@ -483,3 +505,65 @@ async def test_blocks_are_sent_a_few_at_a_time(state: NodeState) -> None:
 def test_fake_partition_is_node_a(state: NodeState) -> None:
     """The made-up partition stands for what the roster gives node a."""
     assert np.array_equal(state.settled.blocks[0], partition(ROSTER, "a", [(0, 3)])[0])
+
+
+def proposal(state: NodeState, text: str = "a,b,c", epoch: int = 1) -> dict[str, Any]:
+    roster = Roster(Roster.parse(text).nodes, 1, epoch)
+    return {
+        "model": state.settled.store.digest,
+        "roster": {**roster.to_wire(), "digest": roster.digest},
+        "proposer": "ann",
+        "addresses": {"a": "http://a:8301"},
+    }
+
+
+async def test_a_roster_is_proposed_and_committed(state: NodeState) -> None:
+    """With the key a roster can be proposed, cancelled and committed; GET /roster shows it."""
+    key = ClusterKey.generate()
+    assert state.serving is not None
+    asked, membership = proposal(state), state.serving.membership
+    order = {name: asked["roster"][name] for name in ("epoch", "digest")}
+    task = asyncio.create_task(membership.run())
+    async with served(state, key) as session, ControlClient(str(session._base_url), key) as client:
+        assert (await ask(client)).pending is None
+        seat = Seat.read("x", await client.post_json("/roster/propose", asked))
+        assert seat.pending is not None and seat.pending.ready and seat.pending.proposer == "ann"
+        assert (await ask(client)).order == (0, ROSTER.digest)
+        await client.post_json("/roster/cancel", order)
+        with pytest.raises(NodeRefused, match="was not proposed this roster"):
+            await client.post_json("/roster/commit", order)
+        await client.post_json("/roster/propose", asked)
+        await client.post_json("/roster/commit", order)
+        seat = await ask(client)
+        assert seat.order == (1, order["digest"]) and seat.addresses == {"a": "http://a:8301"}
+        with pytest.raises(NodeRefused, match="is at epoch 1 already") as refused:
+            await client.post_json("/roster/propose", proposal(state, "a,b", 1))
+        assert refused.value.code == 409
+    task.cancel()
+    await asyncio.wait({task})
+
+
+async def test_a_body_is_what_was_proved(state: NodeState) -> None:
+    """A body without its sha256 in the query, of another type, or no JSON, changes nothing."""
+    body = json.dumps(proposal(state)).encode()
+    right = hashlib.sha256(body).hexdigest()
+    kind = {"Content-Type": "application/json"}
+    async with served(state) as session:
+        for path, data, headers, status in (
+            ("/roster/propose", body, kind, 400),
+            (f"/roster/propose?sha256={right}", body + b" ", kind, 400),
+            (f"/roster/propose?sha256={right}", body, {"Content-Type": "text/plain"}, 415),
+            (f"/roster/propose?sha256={hashlib.sha256(b'{').hexdigest()}", b"{", kind, 400),
+            (f"/roster/propose?sha256={hashlib.sha256(b'{}').hexdigest()}", b"{}", kind, 409),
+            (f"/roster/commit?sha256={hashlib.sha256(b'{}').hexdigest()}", b"{}", kind, 409),
+        ):
+            async with session.post(path, data=data, headers=headers) as answer:
+                assert answer.status == status, path
+                assert (await answer.json())["error"]
+        async with session.post(
+            "/roster/propose", data=io.BytesIO(b"x" * (3 << 20)), headers=kind
+        ) as answer:
+            assert answer.status == 413
+        async with session.get("/roster/propose") as answer:
+            assert answer.status == 404
+    assert state.serving is not None and state.serving.membership.seat()["pending"] is None

@@ -133,6 +133,19 @@ def test_hello_is_checked(said: Hello, code: ErrorCode, words: str) -> None:
     assert it.counters.errors[code] == 1
 
 
+def test_an_epoch_is_announced() -> None:
+    """Links that are open carry a new epoch in what they answer next; new ones are greeted so."""
+    it = bench()
+    it.computer.go.set()
+    with it.greeted() as link:
+        assert link.connection.epoch == 3
+        it.links.announce(replace(welcome(), epoch=4))
+        assert isinstance(link.ask(dispatch()), Reply)
+        assert link.connection.epoch == 4
+        with it.greeted() as other:
+            assert other.connection.epoch == 4
+
+
 def test_a_different_roster_is_not_refused() -> None:
     """A driver with another roster is welcomed, and told ours: it is the one to decide."""
     with bench().driver() as link:

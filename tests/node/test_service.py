@@ -38,7 +38,7 @@ def test_plist_holds_the_command() -> None:
     assert (agent["KeepAlive"], agent["RunAtLoad"], agent["ThrottleInterval"]) == (True, True, 10)
     assert agent["StandardOutPath"] == "/Users/x & y/Library/Logs/expert-network/node-n-1.x.log"
     assert agent["StandardErrorPath"] == agent["StandardOutPath"]
-    assert agent["ExitTimeOut"] == 8
+    assert agent["ExitTimeOut"] == 15
     assert "EnvironmentVariables" not in agent
 
 
@@ -60,7 +60,7 @@ def test_unit_settings() -> None:
     assert unit["Restart"] == "always"
     assert unit["StartLimitIntervalSec"] == "0"
     assert unit["RestartPreventExitStatus"] == "2"
-    assert unit["TimeoutStopSec"] == "8"
+    assert unit["TimeoutStopSec"] == "15"
     assert unit["WantedBy"] == "default.target"
     assert unit["Description"] == "Expert node n-1.x"
 

@@ -183,6 +183,19 @@ def test_the_bits_of_python(dtype: WireDType) -> None:
     assert found[0] == found[1]
 
 
+def test_an_epoch_is_carried_by_native_replies() -> None:
+    """A new epoch stands in the next reply, though native code serves row after row."""
+    with serving(NativeBlocks()) as (link, links):
+        asked = dispatch((3,), dtype=WireDType.F32)
+        for epoch in (3, 4, 9):
+            links.announce(replace(welcome(), epoch=epoch))
+            for _ in range(3):
+                assert isinstance(link.ask(asked), Reply)
+            assert link.connection.epoch == epoch
+            other = dispatch((3,), layer=epoch % 4, dtype=WireDType.F16)  # a form learned meanwhile
+            assert isinstance(link.ask(other), Reply)
+
+
 def test_refusals_of_native_experts() -> None:
     """What native code cannot answer is refused with the sentences of Python."""
     with serving(NativeBlocks(factor=1e6)) as (link, links):

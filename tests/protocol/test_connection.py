@@ -327,7 +327,7 @@ def test_only_the_outstanding_dispatch_is_answered(name: str, sequence: int) -> 
     "asked",
     [
         dispatch(layer=2),
-        dispatch(epoch=4),
+        dispatch(epoch=2),
         dispatch(dtype=WireDType.F16),
         dispatch((1, 1)),
         dispatch(mode=ReplyMode.EXACT),
@@ -335,12 +335,29 @@ def test_only_the_outstanding_dispatch_is_answered(name: str, sequence: int) -> 
     ],
 )
 def test_a_reply_repeats_its_dispatch(asked: Dispatch) -> None:
-    """Layer, epoch, dtype, mode, rows and size are the dispatch's, checked at the header."""
+    """Layer, dtype, mode, rows and size are the dispatch's, and its epoch is no older."""
     driver, node = greeted()
     events(node, driver.dispatch(dispatch()))
     request = decode_header(encode_dispatch(asked, 1)[0])
     with pytest.raises(RemoteProtocolError, match="REPLY"):
         driver.feed(encode_reply(reply_to(asked), request)[0])
+
+
+def test_a_later_epoch_is_told() -> None:
+    """WELCOME, REPLY and PONG carry the node's epoch, and the driver keeps the latest."""
+    driver, node = greeted()
+    assert driver.epoch == 3
+    node.epoch = 4
+    events(node, driver.dispatch(dispatch(epoch=5)))
+    events(driver, node.reply(reply_to(dispatch(epoch=5))))
+    assert driver.epoch == 3  # the dispatch was of a later one: nothing to learn
+    events(node, driver.dispatch(dispatch()))
+    events(driver, node.reply(reply_to(dispatch())))
+    assert driver.epoch == 4
+    node.epoch = 6
+    events(node, driver.ping())
+    events(driver, node.pong())
+    assert driver.epoch == 6
 
 
 def test_an_exact_reply_has_a_row_per_pair() -> None:

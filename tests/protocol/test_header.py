@@ -115,6 +115,13 @@ def test_other_kinds_leave_the_dispatch_fields_zero(kind: Kind, field: str) -> N
     assert "belong to a dispatch" in str(refusal(**(plain | {field: 1})))
 
 
+def test_a_pong_carries_an_epoch() -> None:
+    """The answer to a PING may have an epoch, and nothing else of a dispatch's."""
+    fields = {"kind": Kind.PING, "flags": 1, "layer": 0, "dtype": 0, "mode": 0, "rows": 0}
+    assert decode_header(packed(**fields, epoch=7, length=0)).epoch == 7
+    assert "belong to a dispatch" in str(refusal(**(fields | {"layer": 1}), epoch=7, length=0))
+
+
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("flags", [1, 2, 3, 4, 1 << 15])
 def test_flags(kind: Kind, flags: int) -> None:

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 
 from hypothesis import given
 
-from expert_roster.diff import Move, NodeChange, diff
+from expert_roster.diff import Move, NodeBytes, NodeChange, diff
 from expert_roster.rendezvous import partition
 from expert_roster.roster import Roster
 from tests.roster import twin
@@ -91,3 +91,23 @@ def test_bytes_follow_the_layers() -> None:
     assert result.moves[0] == Move(1, 0, "a", "b")
     assert result.pairs == {("a", "b"): 8}
     assert result.pair_bytes({1: 100, 2: 7}) == {("a", "b"): 335}
+
+
+@given(rosters(), rosters())
+def test_bytes_per_node(old: Roster, new: Roster) -> None:
+    """A node gains the bytes of what it owns only after, and loses those of what only before."""
+    weighs = {1: 100, 2: 7, 5: 1}
+
+    def owned(roster: Roster, name: str) -> set[tuple[int, int]]:
+        blocks = partition(roster, name, SHAPE) if name in roster.names else {}
+        return {(layer, expert) for layer, experts in blocks.items() for expert in experts.tolist()}
+
+    result = diff(old, new, SHAPE)
+    sizes = result.node_bytes(weighs)
+    for node in result.nodes:
+        before, after = owned(old, node.name), owned(new, node.name)
+        assert node.released == len(before - after)
+        assert sizes[node.name] == NodeBytes(
+            gained=sum(weighs[layer] for layer, _ in after - before),
+            lost=sum(weighs[layer] for layer, _ in before - after),
+        )

@@ -19,7 +19,9 @@ from expert_network.experts.partition import Partition, load_partition
 from expert_network.store.reader import Store
 from expert_node.compute import Computer
 from expert_node.control import application
+from expert_node.gaining import Gaining
 from expert_node.links import Links
+from expert_node.membership import Membership
 from expert_node.startup import Startup
 from expert_node.state import NodeState, Phase, Serving
 from expert_roster.rendezvous import partition
@@ -82,5 +84,7 @@ def _loaded(roster: Roster, me: str, store: Store) -> NodeState:
         state.counters,
         lambda layer: store.manifest.layer(layer).hidden,
     )
-    state.serving, state.phase = Serving(held, links), Phase.OK
+    gaining = Gaining(store, held, computer, links, "mlx-cpu", None)
+    membership = Membership(me, store.digest, store.manifest.shape, roster, gaining, state.flipped)
+    state.serving, state.phase = Serving(held, links, membership), Phase.OK
     return state

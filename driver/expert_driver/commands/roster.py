@@ -1,7 +1,8 @@
-"""`expert-net roster`: what a roster change would move, before anyone restarts a node."""
+"""`expert-net roster`: what another roster would move, and giving it to a network that runs."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +12,14 @@ from typing import Any
 
 import click
 
-from expert_driver import options, tables
+from expert_driver import options, rosters, tables
+from expert_driver.dispatch.agreement import describe
 from expert_network import places
+from expert_network.commandline import progress
+from expert_network.errors import NetworkMismatch
+from expert_network.net.auth import ClusterKey
 from expert_network.store.reader import Store
-from expert_network.units import size
+from expert_network.units import duration, size
 from expert_roster.diff import RosterDiff, diff
 from expert_roster.roster import Roster
 
@@ -35,7 +40,7 @@ class Comparison:
 
 @click.group("roster", context_settings=options.CONTEXT)
 def command() -> None:
-    """Compare rosters: lists of named nodes that share one model."""
+    """Compare rosters, lists of named nodes that share one model, or set a network's."""
 
 
 @command.command("diff")
@@ -72,6 +77,89 @@ def diff_command(
         click.echo(json.dumps(to_json(compared), indent=2))
     else:
         show(compared)
+
+
+@command.command("set")
+@click.argument("new", metavar="ROSTER")
+@options.nodes_option(required=True)
+@click.option("--replicas", type=click.IntRange(1), help="Owners of each block.  [default: as now]")
+@click.option("--dry-run", is_flag=True, help="Show what would move, and change nothing.")
+@click.option("--force", is_flag=True, help="Give up what somebody else is setting just now.")
+@options.key_option
+def set_command(
+    new: str,
+    nodes: tuple[str, ...],
+    replicas: int | None,
+    dry_run: bool,
+    force: bool,
+    key_file: Path | None,
+) -> int:
+    """Give a network that runs another roster, while it answers.
+
+    ROSTER is written as for --roster. Nodes first fetch what they gain, then all change over
+    between two tokens. --nodes needs one node that knows the others, or all of them.
+    """
+    return asyncio.run(_set(new, nodes, replicas, dry_run, force, options.key(key_file)))
+
+
+async def _set(
+    new: str,
+    nodes: tuple[str, ...],
+    replicas: int | None,
+    dry_run: bool,
+    force: bool,
+    key: ClusterKey | None,
+) -> int:
+    network = await rosters.look(nodes, key)
+    for sentence in rosters.disagreements(network):
+        click.echo(f"note: {sentence}", err=True)
+    if network.pending and not (force or dry_run):
+        raise NetworkMismatch(
+            "somebody else is setting a roster; wait until that is done, or give it up with "
+            "--force."
+        )
+    wanted = _roster(new, replicas, network.roster)
+    epoch = network.next_epoch
+    plan = await rosters.plan(network, Roster(wanted.nodes, wanted.replicas, epoch), key)
+    if plan.new.digest == plan.old.digest and not network.late:
+        click.echo(f"the network has this roster already, with epoch {plan.old.epoch}")
+        return 0
+    show_plan(plan)
+    if dry_run:
+        return 0
+    if network.pending:
+        await rosters.give_up_others(network, key)
+    with progress() as report:
+        await rosters.carry_out(plan, key, report)
+    click.echo(f"epoch {epoch} has begun: {describe(plan.new)}")
+    return 0
+
+
+def _roster(spec: str, replicas: int | None, now: Roster) -> Roster:
+    """What was written, with as many replicas as `now` where nothing says how many."""
+    wanted = Roster.from_spec(spec, _read_text, replicas)
+    is_file = spec.endswith(".toml") or "/" in spec
+    if replicas is None and not is_file and now.replicas > 1:
+        return Roster(wanted.nodes, min(now.replicas, len(wanted.nodes)))
+    return wanted
+
+
+def show_plan(plan: rosters.Plan) -> None:
+    """What would move, for people: a line for each node, and all of it in one sentence."""
+    numbers = ["blocks", "after", "gains", "fetches", "gives up"]
+    rows = []
+    for node in plan.diff.nodes:
+        gained, lost = plan.sizes[node.name]
+        counts = [f"{node.before:,}", f"{node.after:,}", f"{node.fetched:,}"]
+        rows.append([node.name, *counts, size(gained), size(lost)])
+    tables.show(["node", *numbers], rows, sys.stdout, numbers)
+    moved = f"{plan.diff.moved:,} of {plan.diff.total:,} copies of blocks move, {size(plan.bytes)}"
+    took = ""
+    if plan.rate:
+        took = f"; about {duration(plan.seconds)} at {size(plan.rate)}/s, as measured just now"
+    click.echo(f"\n{moved}{took}.")
+    if plan.gone:
+        click.echo(f"{', '.join(plan.gone)} of the old roster did not answer.")
 
 
 def _read_text(path: str) -> str:

@@ -92,9 +92,16 @@ def agree(greetings: Sequence[Greeting], wanted: Wanted, away: int = 0) -> Agree
     _check_limits(greetings, wanted.row_bytes)
     if wanted.exact:
         _check_numerics(greetings, wanted)
-    roster = max((greeting.roster for greeting in greetings), key=lambda roster: roster.epoch)
-    nodes = tuple(sorted(greetings, key=lambda greeting: roster.index(greeting.name)))
+    roster = latest(greetings)
+    # A node that has left the network still runs until drivers have heard of it.
+    present = [greeting for greeting in greetings if greeting.name in roster.names]
+    nodes = tuple(sorted(present, key=lambda greeting: roster.index(greeting.name)))
     return _choose(roster, nodes, wanted.shape, away)
+
+
+def latest(greetings: Sequence[Greeting]) -> Roster:
+    """The roster of the latest epoch: nodes that have not begun it yet are about to."""
+    return max((greeting.roster for greeting in greetings), key=lambda roster: roster.epoch)
 
 
 def _check_version(greeting: Greeting) -> None:
@@ -131,17 +138,22 @@ def _check_models(greetings: Sequence[Greeting], digest: str) -> None:
 
 
 def _check_rosters(greetings: Sequence[Greeting]) -> None:
-    counts = Counter(greeting.roster.digest for greeting in greetings)
+    epoch = latest(greetings).epoch
+    counts = Counter(g.roster.digest for g in greetings if g.roster.epoch == epoch)
     if len(counts) > 1:
         digest = counts.most_common(1)[0][0]
         most = next(greeting for greeting in greetings if greeting.roster.digest == digest)
-        other = next(greeting for greeting in greetings if greeting.roster.digest != digest)
+        other = next(
+            greeting
+            for greeting in greetings
+            if greeting.roster.epoch == epoch and greeting.roster.digest != digest
+        )
         raise NetworkMismatch(
             f"node {other} has the roster {describe(other.roster)} and node {most} the roster "
             f"{describe(most.roster)}; start all nodes with the same --roster."
         )
     for greeting in greetings:
-        if greeting.name not in greeting.roster.names:
+        if not epoch and greeting.name not in greeting.roster.names:
             raise NetworkMismatch(
                 f"node {greeting} is not in its own roster {describe(greeting.roster)}; start it "
                 "again with a --me from that roster."

@@ -8,7 +8,8 @@ from time import monotonic
 
 import numpy as np
 
-from expert_driver.dispatch.agreement import Agreement, Greeting, Wanted, agree
+from expert_driver.dispatch.agreement import Agreement, Greeting, Wanted, agree, latest
+from expert_driver.dispatch.epochs import Ask, Epochs, regreeted
 from expert_driver.dispatch.exchange import Exchange
 from expert_driver.dispatch.failover import lost, take_over
 from expert_driver.dispatch.gathering import Call, Job, parts
@@ -38,9 +39,10 @@ class Network:
     """Links to all nodes that answer, in the order of their roster. Used by one thread.
 
     `ready` is to be called before every use: it opens what is closed again, with all checks, and
-    sees which nodes are away. `observer` is told of every dispatch that all nodes have replied to,
-    `notice` gets a sentence when a node goes or comes back. hedge: whether a row that is late is
-    asked of replicas too.
+    sees which nodes are away and whether there is a new roster. `observer` is told of every
+    dispatch that all nodes have replied to, `notice` gets a sentence when a node goes or comes
+    back. hedge: whether a row that is late is asked of replicas too. ask: how nodes are asked for
+    their roster; without it the roster stays as it was.
     """
 
     def __init__(
@@ -50,8 +52,12 @@ class Network:
         open_link: Callable[[str], Link],
         notice: Callable[[str], None] = lambda sentence: None,
         hedge: bool = False,
+        ask: Ask = lambda urls: (),
     ) -> None:
         self._urls, self.wanted, self._open = tuple(urls), wanted, open_link
+        self._epochs = Epochs(ask)
+        #: To nodes that are not in the roster any more, until they owe nothing.
+        self._leaving: list[Link] = []
         self._notice = notice
         self._links: dict[str, Link] = {}
         #: Why nodes are away, by their addresses.
@@ -84,8 +90,11 @@ class Network:
                 if not link.owed:
                     link.check(ping=unused > PING_S)
             self.exchange.lost |= any(link.closed for link in self.links)
-        if self.exchange.lost or self._prober.back:
+        flip = self._epochs.begun(self.links, self.agreement.roster.epoch)
+        if flip or self.exchange.lost or self._prober.back:
             self.exchange.settle()
+            if flip:
+                self._flip()
             self.agreement = self._reopen()
             self.exchange.lost = False
         return self.agreement
@@ -112,8 +121,46 @@ class Network:
     def close(self) -> None:
         """End all links."""
         self._prober.close()
-        for link in self._links.values():
+        for link in (*self._links.values(), *self._leaving):
             link.goodbye()
+
+    def _flip(self) -> None:
+        """Take up the latest roster: links to its nodes, and to no others once they owe nothing."""
+        news = self._epochs.news([link.greeting.url for link in self.links if not link.closed])
+        if news is None or news.roster.epoch <= self.agreement.roster.epoch:
+            return
+        known = {link.name: url for url, link in self._links.items()}
+        here = {name: known.get(name) or news.addresses.get(name) for name in news.roster.names}
+        self._urls = tuple(url for url in here.values() if url is not None)
+        for url, link in list(self._links.items()):
+            if url in self._urls:
+                link.greeting = regreeted(link.greeting, news.roster)
+            else:
+                self._leaving.append(self._links.pop(url))
+        self._away = {url: error for url, error in self._away.items() if url in self._urls}
+
+    def _let_go(self) -> None:
+        """End the links to nodes that have left and owe nothing."""
+        for link in [link for link in self._leaving if not (link.owed or link.waiting)]:
+            self._leaving.remove(link)
+            link.goodbye()
+
+    def _meet(self) -> None:
+        """Open links to nodes of the roster that were not named."""
+        greetings = self._greetings()
+        roster = latest(greetings)
+        met = {link.name for link in self._links.values()}
+        if not roster.epoch or met >= set(roster.names):
+            return
+        news = self._epochs.news([greeting.url for greeting in greetings])
+        addresses = {} if news is None else news.addresses
+        more = [addresses[n] for n in roster.names if n not in met and n in addresses]
+        urls = [url for url in more if url not in self._urls]
+        self._urls = (*self._urls, *urls)
+        opened, failures = open_all(urls, self._open)
+        self._links |= opened
+        for url, error in failures.items():
+            self._leave(url, error)
 
     def _reopen(self) -> Agreement:
         """Links to all that answer.
@@ -121,6 +168,7 @@ class Network:
         A node that failed in use is away until it answers again. It is tried at once where nobody
         else owns its blocks, unless it was silent: that takes the time of one more silence.
         """
+        self._let_go()
         self._take_back()
         failed = {
             url: link.failed
@@ -142,6 +190,8 @@ class Network:
             raise next(iter(failures.values()))
         for url, error in failures.items():
             self._leave(url, failed.get(url) or error)
+        self._meet()
+        greetings = self._greetings()
         try:
             agreement = agree(greetings, self.wanted, len(self._away))
         except BaseException:

@@ -75,6 +75,32 @@ def test_the_highest_epoch_is_used() -> None:
     assert agreement.roster.epoch == 4
 
 
+def begun(name: str, spec: str, epoch: int) -> Greeting:
+    """A node that serves a roster that was set."""
+    later = replace(Roster.parse(spec), epoch=epoch)
+    wire, digest = later.to_wire(), later.digest
+    return node(name, roster=wire, roster_digest=digest, epoch=epoch)
+
+
+def test_the_latest_roster_counts() -> None:
+    """While nodes flip, and when one is late, all are asked as nodes of the latest roster."""
+    agreement = agree([begun("a", "a,b", 1), begun("b", "a=2,b", 2)], WANTED)
+    assert agreement.roster == replace(Roster.parse("a=2,b"), epoch=2)
+    assert [greeting.name for greeting in agreement.nodes] == ["a", "b"]
+
+
+def test_a_node_that_has_left_is_not_asked() -> None:
+    """A node that still answers and is not in the latest roster has no part in it."""
+    for left in (begun("c", "a,b", 3), begun("c", "a,b,c", 2)):
+        agreement = agree([left, begun("a", "a,b", 3), begun("b", "a,b", 3)], WANTED)
+        assert [greeting.name for greeting in agreement.nodes] == ["a", "b"]
+
+
+def test_two_rosters_of_one_epoch() -> None:
+    """Rosters that differ under one epoch are nobody's to choose from, whatever the epoch."""
+    assert "a=2,b=1" in refusal(begun("a", "a,b", 2), begun("b", "a=2,b", 2))
+
+
 def test_a_block_that_nobody_owns() -> None:
     """A block no given node owns is named, with its owner and how many there are."""
     sentence = refusal(node("a"), node("b"))
