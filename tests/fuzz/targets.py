@@ -24,6 +24,7 @@ from expert_network.errors import (
     ExpertNetworkError,
     InputError,
     KeyRefused,
+    NotANode,
     RemoteProtocolError,
     RosterError,
     StoreError,
@@ -42,10 +43,12 @@ from expert_network.net.auth import (
 from expert_network.net.blocks import start_of
 from expert_network.net.opening import _Opening
 from expert_network.net.proof import read_nonce
+from expert_network.net.rosters import Seat
 from expert_network.store.manifest import Manifest
 from expert_network.store.reader import Store, read_config
 from expert_network.store.trunk_file import TensorSource, header
 from expert_node.content import Content, span
+from expert_node.membership import Proposal, read_order
 from expert_protocol.dtypes import RawArray, WireDType
 from expert_protocol.frames import (
     ErrorCode,
@@ -328,6 +331,24 @@ def _safetensors(folder: Path, data: bytes) -> None:
 def _rosters() -> list[Target]:
     table = b'replicas = 2\nepoch = 1\n[nodes]\na = 64\n"b.c" = 1.5\n'
     wire = json.dumps(ROSTER | {"digest": Roster.from_wire(ROSTER).digest}).encode()
+    whole = Roster.from_wire(ROSTER)
+    named = ROSTER | {"digest": whole.digest}
+    addresses = {"a": "http://a:8301", "b": "http://b"}
+    proposal = json.dumps(
+        {"model": DIGEST, "roster": named, "proposer": "me at home", "addresses": addresses}
+    ).encode()
+    order = json.dumps({"epoch": 3, "digest": DIGEST}).encode()
+    pending = {"epoch": 4, "digest": DIGEST, "proposer": "me", "done": 1, "total": 2}
+    seat = json.dumps(
+        {
+            "node": "a",
+            "model_digest": DIGEST,
+            "roster": named,
+            "addresses": addresses,
+            "fetched": 0,
+            "pending": pending | {"ready": False, "error": None},
+        }
+    ).encode()
     return [
         Target("roster on a command line", _text(Roster.parse), [b"a,b=2.5,c-1=16"], RosterError),
         Target("roster file", _text(Roster.from_toml), [table], RosterError),
@@ -338,7 +359,16 @@ def _rosters() -> list[Target]:
             RosterError,
             mutated_json,
         ),
+        Target("proposal", _json(Proposal.read), [proposal], RosterError, mutated_json),
+        Target("roster to commit", _json(read_order), [order], RosterError, mutated_json),
+        Target("answer about rosters", _json(_seat), [seat], NotANode, mutated_json),
     ]
+
+
+def _seat(value: object) -> None:
+    seat = Seat.read(_URL, value)
+    assert seat.order[0] >= 0
+    assert len(seat.names) == len(seat.roster["nodes"])
 
 
 def _text(read: Callable[[str], object]) -> Callable[[bytes], object]:
