@@ -7,17 +7,12 @@ import json
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
-from expert_driver.chaos.following import Follower
 from expert_driver.status import NodeStatus, as_json, problems, row
 from expert_network.errors import (
     CheckpointError,
@@ -25,7 +20,6 @@ from expert_network.errors import (
     InputError,
     KeyRefused,
     NotANode,
-    RemoteProtocolError,
     RosterError,
     StoreError,
 )
@@ -49,209 +43,19 @@ from expert_network.store.reader import Store, read_config
 from expert_network.store.trunk_file import TensorSource, header
 from expert_node.content import Content, span
 from expert_node.membership import Proposal, read_order
-from expert_protocol.dtypes import RawArray, WireDType
-from expert_protocol.frames import (
-    ErrorCode,
-    ErrorReply,
-    Goodbye,
-    decode_hello,
-    decode_welcome,
-    encode_error,
-    encode_goodbye,
-    encode_hello,
-    encode_ping,
-    encode_pong,
-    encode_reply,
-    encode_welcome,
-    encode_working,
-)
-from expert_protocol.header import HEADER_SIZE, Buffer, Kind, decode_header, encode_frame
 from expert_roster.roster import Roster
-from tests.fuzz.mutation import (
-    Mutator,
-    mutated_bytes,
-    mutated_frame,
-    mutated_json,
-    mutated_msgpack,
-)
+from tests.fuzz.mutation import mutated_json
+from tests.fuzz.target import Never, Target
+from tests.fuzz.wire import wire_targets
 from tests.support.stores import write_store
-from tests.support.wire import (
-    DIGEST,
-    HIDDEN,
-    KINDS_OF_ROWS,
-    ROSTER,
-    dispatch,
-    feed,
-    greeted,
-    hello,
-    reply_to,
-    welcome,
-)
+from tests.support.wire import DIGEST, ROSTER
 
 T = TypeVar("T")
 
 
-class Never(Exception):
-    """What a decoder refuses with that takes everything."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A decoder. `run` may raise nothing but `refused`; `mutate` makes its inputs of `seeds`."""
-
-    name: str
-    run: Callable[[bytes], object]
-    seeds: Sequence[bytes]
-    refused: type[Exception] = Never
-    mutate: Mutator = mutated_bytes
-
-
 def targets() -> list[Target]:
     """All decoders. Files that some of them read are written to a folder of this process."""
-    return [*_frames(), *_greetings(), *_rows(), *_stores(), *_rosters(), *_http(), *_words()]
-
-
-# Frames
-
-
-def _joined(buffers: Sequence[Buffer]) -> bytes:
-    return b"".join(buffers)
-
-
-def _framed(kind: Kind, payload: bytes) -> bytes:
-    return _joined(encode_frame(kind, [payload]))
-
-
-_ASKED = [dispatch((2, 1), mode=mode, dtype=dtype) for mode, dtype in KINDS_OF_ROWS]
-_DISPATCHES = [_joined(greeted()[0].dispatch(asked)) for asked in _ASKED]
-_REPLIES = [
-    _joined(encode_reply(reply_to(asked), decode_header(sent[:HEADER_SIZE])))
-    for asked, sent in zip(_ASKED, _DISPATCHES, strict=True)
-]
-_ERRORS = [_joined(encode_error(ErrorReply(code, "a sentence"), 1)) for code in ErrorCode]
-_NOTICES = [
-    _joined(buffers)
-    for buffers in (
-        encode_goodbye(Goodbye("bye")),
-        encode_ping(1),
-        encode_pong(1),
-        encode_working(1),
-    )
-]
-_HELLO, _WELCOME = (
-    _framed(Kind.HELLO, encode_hello(hello())),
-    _framed(Kind.WELCOME, encode_welcome(welcome())),
-)
-
-
-def _frames() -> list[Target]:
-    framed = partial(Target, refused=RemoteProtocolError, mutate=mutated_frame)
-    heads = [frame[:HEADER_SIZE] for frame in [*_DISPATCHES, *_REPLIES, *_ERRORS, *_NOTICES]]
-    return [
-        Target("frame header", _header, heads, RemoteProtocolError),
-        framed("DISPATCH", _at_node, _DISPATCHES),
-        framed("REPLY", _at_driver, _REPLIES),
-        framed("ERROR", _at_driver, _ERRORS),
-        framed("notices at a driver", _at_driver, _NOTICES),
-        framed("notices at a node", _at_node, _NOTICES),
-        framed("HELLO frame", _at_fresh_node, [_HELLO]),
-        framed("WELCOME frame", _at_greeting_driver, [_WELCOME]),
-        Target(
-            "frames in a proxy", _in_proxy, [b"GET / HTTP/1.1\r\n\r\n" + _HELLO + _DISPATCHES[0]]
-        ),
-    ]
-
-
-def _header(data: bytes) -> object:
-    return decode_header(data[:HEADER_SIZE].ljust(HEADER_SIZE, b"\0"))
-
-
-def _events(connection: Any, data: bytes) -> None:
-    for event in feed(connection, bytearray(data)):
-        values = event.rows if hasattr(event, "rows") else getattr(event, "data", None)
-        if values is not None:
-            _decoded(event.dtype, values)
-
-
-def _decoded(dtype: WireDType, raw: RawArray) -> None:
-    """Finite rows are decoded without any overflow; the others are refused before."""
-    if dtype.finite(raw):
-        with np.errstate(all="raise", under="ignore"):
-            assert np.isfinite(dtype.decode(raw)).all()
-
-
-def _at_node(data: bytes) -> None:
-    _events(greeted()[1], data)
-
-
-def _at_driver(data: bytes) -> None:
-    """A driver that has asked in the reply mode and dtype that the frame states."""
-    form = data[18:20]
-    driver, _ = greeted()
-    driver.dispatch(next((a for a in _ASKED if bytes((a.dtype, a.mode)) == form), _ASKED[0]))
-    _events(driver, data)
-
-
-def _at_fresh_node(data: bytes) -> None:
-    from expert_protocol.connection import NodeConnection
-
-    _events(NodeConnection(lambda layer: HIDDEN), data)
-
-
-def _at_greeting_driver(data: bytes) -> None:
-    from expert_protocol.connection import DriverConnection
-
-    connection = DriverConnection(lambda layer: HIDDEN)
-    connection.hello(hello())
-    _events(connection, data)
-
-
-def _in_proxy(data: bytes) -> None:
-    follower = Follower()
-    half = len(data) // 2
-    pieces = [piece for part in (data[:half], data[half:]) for _, piece in follower.feed(part)]
-    assert b"".join(pieces) + follower.rest() == data
-
-
-def _greetings() -> list[Target]:
-    packed = partial(Target, refused=RemoteProtocolError, mutate=mutated_msgpack)
-    return [
-        packed(
-            "HELLO", decode_hello, [encode_hello(hello()), encode_hello(hello(peers=("http://a",)))]
-        ),
-        packed("WELCOME", _welcome, [encode_welcome(welcome())]),
-    ]
-
-
-def _welcome(data: bytes) -> None:
-    with suppress(RosterError):
-        Roster.from_wire(decode_welcome(data).roster)
-
-
-# Rows
-
-
-def _rows() -> list[Target]:
-    values = np.linspace(-3, 3, 66, dtype=np.float32).reshape(1, 66)
-    return [
-        Target(
-            f"{dtype.label} rows", partial(_decode_rows, dtype), [dtype.encode(values).tobytes()]
-        )
-        for dtype in WireDType
-    ]
-
-
-def _decode_rows(dtype: WireDType, data: bytes) -> None:
-    whole = len(data) - len(data) % dtype.raw.itemsize
-    raw = np.frombuffer(data[:whole], dtype.raw).reshape(1, -1)
-    if not raw.size:
-        return
-    try:
-        width = dtype.hidden(raw.shape[1])
-    except ValueError:
-        return
-    if dtype.columns(width) == raw.shape[1]:
-        _decoded(dtype, raw)
+    return [*wire_targets(), *_stores(), *_rosters(), *_http(), *_words()]
 
 
 # Stores
