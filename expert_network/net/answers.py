@@ -25,6 +25,7 @@ MAX_SENTENCE = 500
 _ADVICE = {
     403: "look at that node's log",
     404: "ask a node that has it",
+    409: "try again when that is over",
     429: "try again later",
     503: "wait until it is ready, then try again",
 }

@@ -191,7 +191,8 @@ class ControlClient:
     ) -> None:
         if response.status not in statuses:
             body = await _read(response, MAX_ERROR_BODY)
-            raise refusal(self.url, response.status, response.reason or "", body, path)
+            asked = path.partition("?")[0]
+            raise refusal(self.url, response.status, response.reason or "", body, asked)
         if self._memory is None or path == OPEN_PATH:
             return
         if answer is None:

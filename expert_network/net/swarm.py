@@ -19,8 +19,10 @@ from expert_network.errors import (
     DiskFull,
     ExpertNetworkError,
     NetworkMismatch,
+    NodeError,
     NodeRefused,
     StoreCorrupt,
+    StoreError,
 )
 from expert_network.net.auth import ClusterKey
 from expert_network.net.blocks import Arriving, receive
@@ -210,7 +212,7 @@ class _Swarm:
                 data = await source.client.get_bytes("/manifest", MAX_MANIFEST)
             except ExpertNetworkError as error:
                 if not _not_yet(error):
-                    return self._drop(source, str(error).removesuffix("."))
+                    return self._drop(source, _reason(error))
                 source.admitted = False
                 await self._wait(RETRY_S)
                 continue
@@ -259,7 +261,7 @@ class _Swarm:
         if error is not None and _not_yet(error):
             source.absent.add(block)
         elif error is not None:
-            self._drop(source, str(error).removesuffix("."))
+            self._drop(source, _reason(error))
         self._tell_news()
 
     async def _keep(self, source: _Source, block: Arriving) -> ExpertNetworkError | None:
@@ -365,6 +367,11 @@ async def _received(source: _Source, block: Arriving) -> ExpertNetworkError | No
 
 def _not_yet(error: ExpertNetworkError) -> bool:
     return isinstance(error, NodeRefused) and error.code in _NOT_YET
+
+
+def _reason(error: ExpertNetworkError) -> str:
+    """What happened, without the node or the file, which are known here, and without advice."""
+    return error.problem if isinstance(error, NodeError | StoreError) else str(error)
 
 
 def _first(group: BaseExceptionGroup[ExpertNetworkError]) -> ExpertNetworkError:

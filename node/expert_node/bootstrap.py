@@ -5,6 +5,7 @@ It answers meanwhile. A block is served as soon as it is verified.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Iterator
@@ -50,16 +51,17 @@ async def fetch_partition(config: NodeConfig, settled: Startup, progress: Progre
     if not wanted and not trunk:
         return
     with _held(store):
+        urls = config.peer_urls
         try:
+            if wanted:
+                report = await fetch_blocks(store, wanted, urls, config.key, progress, log.warning)
+                _say(report)
+                urls = _best_first(report)
             if trunk:
-                await fetch_trunk(store, config.peer_urls, config.key, progress)
-            _say(
-                await fetch_blocks(
-                    store, wanted, config.peer_urls, config.key, progress, log.warning
-                )
-            )
+                await fetch_trunk(store, urls, config.key, progress)
         finally:
-            store.sync()
+            # It may take seconds, and the node answers meanwhile.
+            await asyncio.to_thread(store.sync)
     apparent, real = disk.sizes(store.path)
     log.info("%s: %s, %s of them on the disk", store.path, size(apparent), size(real))
 
@@ -75,6 +77,12 @@ def _held(store: Store) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def _best_first(report: Report) -> list[str]:
+    """The peers, for what comes from one alone: who gave most first, who was left out last."""
+    order = sorted(report.sources, key=lambda source: (bool(source.dropped), -source.received))
+    return [source.url for source in order]
 
 
 def _say(report: Report) -> None:

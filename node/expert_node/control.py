@@ -52,8 +52,9 @@ log = logging.getLogger("expert_node")
 
 #: Bytes of a file that are read and sent at once.
 PIECE = 1 << 20
-#: Blocks that are sent at a time; each is whole in memory meanwhile.
-BLOCKS_AT_ONCE = 4
+#: Blocks that are sent at a time, each whole in memory meanwhile: as many as take these bytes, and
+#: a few at least. Few clients that take them slowly must not keep others waiting.
+SENDING_BYTES, LEAST_BLOCKS = 100_000_000, 4
 #: Of a request's body: the roster of 4096 nodes and their addresses.
 MAX_BODY = 2 << 20
 #: For a body to come.
@@ -76,9 +77,10 @@ class Control:
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
-        self._sending_blocks = asyncio.Semaphore(BLOCKS_AT_ONCE)
         # One core at most, whoever asks.
         self._proving = asyncio.Lock()
+        # Both are made when a model is known.
+        self._sending: asyncio.Semaphore | None = None
         self._exposition: Callable[[], bytes] | None = None
 
     def routes(self) -> list[web.RouteDef]:
@@ -143,7 +145,7 @@ class Control:
         if expert >= experts:
             _missing(f"this model has no block ({layer}, {expert})")
         spec = self._store.manifest.layer(layer)
-        async with self._sending_blocks:
+        async with self._sending_blocks(spec.block_bytes):
             data = await asyncio.to_thread(self._block_bytes, layer, expert)
             if data is None:
                 self._not_here(layer, expert)
@@ -168,6 +170,11 @@ class Control:
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         return await hand_over(request, self._serving().links)
+
+    def _sending_blocks(self, nbytes: int) -> asyncio.Semaphore:
+        if self._sending is None:
+            self._sending = asyncio.Semaphore(max(LEAST_BLOCKS, SENDING_BYTES // nbytes))
+        return self._sending
 
     async def roster(self, request: web.Request) -> web.Response:
         return web.json_response(self._serving().membership.seat())
@@ -220,6 +227,8 @@ class Control:
         serving = self._state.serving
         if serving is not None and serving.partition.holds(layer, expert):
             return serving.partition.block_bytes(layer, expert)
+        if not self._store.holds(layer, expert):
+            return None
         try:
             return self._store.read_block(layer, expert)
         except StoreError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def test_one_holder(tmp_path: Path) -> None:
     assert anew is not None
     os.close(held)
     os.close(anew)
+
+
+def test_a_folder_that_was_renamed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gets the lock of a folder that has just been renamed takes that of the one there now."""
+    folder, flock = tmp_path / "folder", fcntl.flock
+
+    def renaming(descriptor: int, how: int) -> None:
+        if not (tmp_path / "old").exists():
+            folder.rename(tmp_path / "old")
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", renaming)
+    held = disk.lock(folder)
+    assert held is not None and disk.is_at(held, folder)
+    os.close(held)
 
 
 def test_what_goes_wrong_is_a_sentence(tmp_path: Path) -> None:

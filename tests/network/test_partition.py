@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import subprocess
@@ -358,3 +359,19 @@ def test_blocks_that_come_one_by_one_are_put_together(store: Store) -> None:
         fit(part, store, 0, list(range(spec.experts)))
         assert (part.native(0) is None) == (whole.native(0) is None)
         fit(part, store, 0, [])
+
+
+@pytest.mark.parametrize("chosen", KERNELS)
+def test_what_was_let_go_takes_no_memory(store: Store, chosen: Kernels) -> None:
+    """Blocks that are given up leave MLX's memory, though native code was given their layer."""
+    gc.collect()
+    before = mx.get_active_memory()
+    part = load_partition(store, {0: np.arange(SHAPE.experts)}, detect(chosen))
+    given, whole = part.native(0), mx.get_active_memory() - before
+    assert whole >= part.nbytes
+    for left in ([2], []):
+        fit(part, store, 0, left)
+        gc.collect()
+        taken_now = mx.get_active_memory() - before
+        assert taken_now <= whole * len(left) / SHAPE.experts * 1.1 + 4096, (chosen, left)
+    del given

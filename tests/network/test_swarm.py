@@ -137,6 +137,7 @@ async def test_always_wrong_bytes_cost_one_block(joining: Joining) -> None:
     ):
         report = await joining.fetch(bad, good)
     assert report.wasted == SIZE and len(joining.told) == 1 and bad.url in joining.told[0]
+    assert len([path for path, _ in bad.asked if path != "/manifest"]) == 1
 
 
 async def test_a_peer_that_dies(joining: Joining) -> None:
@@ -224,6 +225,18 @@ async def test_a_peer_that_is_fetching_itself(
     async with serving_store(other.path, faults={"/health": health}) as peer:
         await joining.fetch(peer)
     assert joining.told == []
+
+
+async def test_two_from_each_other(joining: Joining, tmp_path: Path) -> None:
+    """Two that fetch from each other alone, a half each, both end with everything."""
+    halves = [joining.sparse(tmp_path / str(n), ALL[n::2]) for n in (0, 1)]
+    async with serving_store(halves[0].path) as one, serving_store(halves[1].path) as two:
+        reports = await asyncio.gather(
+            fetch_blocks(halves[0], ALL, [two.url], None),
+            fetch_blocks(halves[1], ALL, [one.url], None),
+        )
+    assert [report.blocks for report in reports] == [len(ALL) // 2] * 2
+    assert all(half.held(layer) == list(range(EXPERTS)) for half in halves for layer in (0, 1))
 
 
 async def test_patience_ends(joining: Joining, monkeypatch: pytest.MonkeyPatch) -> None:

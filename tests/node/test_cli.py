@@ -279,3 +279,28 @@ def test_key_lets_others_in(store: Store, tmp_path: Path) -> None:
             rows = np.ones((1, store.manifest.layer(0).hidden), np.float32)
             assert isinstance(link.ask(dispatch_of(0, rows, [[0]])), Reply)
         assert key.text not in node.stderr()
+
+
+@pytest.mark.parametrize("options", [["--no-trunk"], ["--manifest-sha256", "0f" * 32]])
+def test_options_that_need_peers(
+    small: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """What says something about fetching only says that it needs --peers."""
+    code, text = failed(capsys, *AB, "--store", str(small), *options)
+    assert code == 2 and f"{options[0]} says something only together with --peers" in text
+
+
+def test_peers_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """A digest that is none, and an address that is none, are said before anything begins."""
+    code, text = failed(capsys, *AB, "--peers", "b", "--manifest-sha256", "x")
+    assert code == 2 and "--manifest-sha256 is 64 hexadecimal digits" in text
+    code, text = failed(capsys, *AB, "--store", "x", "--peers", "b:8301,https://c")
+    assert code == 3 and "https:// is not spoken by nodes" in text
+
+
+def test_a_service_that_fetches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A service may begin with a store that is yet to be fetched; its place is pinned."""
+    words = ["service", "print", "--platform", "systemd", *AB, "--home", str(tmp_path)]
+    assert cli.run_cli([*words, "--store", "olmoe", "--peers", "b:8301,c:8301"]) == 0
+    text = capsys.readouterr().out
+    assert f"--store={tmp_path}/models/olmoe" in text and "--peers=b:8301,c:8301" in text

@@ -6,9 +6,11 @@ import asyncio
 import hashlib
 import io
 import json
+import shutil
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -505,6 +507,37 @@ async def test_blocks_are_sent_a_few_at_a_time(state: NodeState) -> None:
 def test_fake_partition_is_node_a(state: NodeState) -> None:
     """The made-up partition stands for what the roster gives node a."""
     assert np.array_equal(state.settled.blocks[0], partition(ROSTER, "a", [(0, 3)])[0])
+
+
+async def test_while_it_fetches(state: NodeState, tmp_path: Path) -> None:
+    """A node gives the blocks that it has verified by now, and says of the others who owns them."""
+    whole, settled = state.settled.store, state.settled
+    shutil.copytree(whole.path, tmp_path / "part", ignore=shutil.ignore_patterns("bin"))
+    part = Store.open(tmp_path / "part", blocks=False)
+    part.make_room()
+    part.keep(1, 2, block(1, 2))
+    fetching = NodeState(replace(settled, store=part), phase=Phase.FETCHING, loaded=(10, 2000))
+    async with served(fetching) as session:
+        for path, status, said in (
+            ("/health", 503, b'"fetching"'),
+            ("/manifest", 200, part.manifest.to_bytes()),
+            ("/block/1/2", 200, block(1, 2)),
+            ("/block/1/1", 404, b"no block (1, 1); the roster gives it to "),
+            ("/status", 503, b"node a is fetching its blocks, 10 B of 2.0 KB"),
+        ):
+            async with session.get(path) as answer:
+                assert (answer.status, said in await answer.read()) == (status, True), path
+
+
+async def test_before_there_is_a_manifest() -> None:
+    """Until it knows what it is part of, a node says that it has nothing yet."""
+    async with served(NodeState(phase=Phase.FETCHING)) as session:
+        async with session.get("/health") as answer:
+            assert (answer.status, await answer.json()) == (503, {"status": "fetching"})
+        for path in ("/manifest", "/block/0/0", "/file/config.json", "/status", "/metrics"):
+            async with session.get(path) as answer:
+                assert answer.status == 503 and answer.headers["Retry-After"] == "1"
+                assert "is fetching its manifest" in (await answer.json())["error"]
 
 
 def proposal(state: NodeState, text: str = "a,b,c", epoch: int = 1) -> dict[str, Any]:

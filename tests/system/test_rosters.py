@@ -21,11 +21,10 @@ from expert_roster.roster import Roster
 from tests.driver.programs import DEMO_STORE
 from tests.support.nodes import NodeProcess, node_process, node_processes
 from tests.system.sessions import session
+from tests.system.test_join_leave import joiner
 
-SILENT = 30.0
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[list[NodeProcess]]:
     """a and b of a,b, and c, which was started with a roster that names it too."""
     with ExitStack() as stack:
@@ -49,12 +48,19 @@ def words(opening: Session) -> list[int]:
     return list(opening.engine.generate(ids, opening.engine.context(), Sampling(max_tokens=12)))
 
 
+def epoch(nodes: list[NodeProcess]) -> int:
+    """The latest epoch that any of the nodes serves."""
+    return max(epoch for epoch, _ in orders(nodes))
+
+
 def test_set(nodes: list[NodeProcess], capsys: pytest.CaptureFixture[str]) -> None:
-    """What would move is shown, then moved; a driver that was open meanwhile answers on."""
+    """What would move is shown, then moved; drivers that were open meanwhile answer on."""
     with session(DEMO_STORE, text=True) as alone:
         expected = words(alone)
-    with session(DEMO_STORE, nodes[:2], exact=True, text=True) as opening:
-        assert words(opening) == expected
+    with ExitStack() as stack:
+        opening = stack.enter_context(session(DEMO_STORE, nodes[:2], exact=True, text=True))
+        in_sums = stack.enter_context(session(DEMO_STORE, nodes[:2], text=True, wire="f32"))
+        assert words(opening) == expected and words(in_sums)
         change = ["roster", "set", "a,b,c=2", "--nodes", urls(nodes)]
         assert main([*change, "--dry-run"]) == 0
         said = capsys.readouterr()
@@ -64,17 +70,20 @@ def test_set(nodes: list[NodeProcess], capsys: pytest.CaptureFixture[str]) -> No
         assert main(change) == 0
         assert "epoch 1 has begun: a=1,b=1,c=2" in capsys.readouterr().out
         assert orders(nodes) == [(1, 3)] * 3
-        assert words(opening) == expected
-        assert words(opening) == expected
-        network = opening.network
-        assert network is not None and network.agreement.roster.epoch == 1
-        assert nodes[2].get("/status")["dispatches"] > 0
+        for _ in range(2):
+            assert words(opening) == expected and words(in_sums)
+        for each in (opening, in_sums):
+            network = each.network
+            assert network is not None and network.agreement.roster.epoch == 1
+            assert network.figures.failovers == 0
+            assert [figures.name for figures in network.figures.nodes] == ["a", "b", "c"]
+            assert network.figures.nodes[2].pairs > 0
         # One address is enough from now on, for a new driver too.
         assert main(["roster", "set", "a,b", "--nodes", nodes[0].url]) == 0
         assert orders(nodes) == [(2, 2)] * 3
         with session(DEMO_STORE, nodes[:1], exact=True, text=True) as other:
             assert words(other) == expected
-        assert words(opening) == expected
+        assert words(opening) == expected and words(in_sums)
     capsys.readouterr()
     assert main(["roster", "set", "a,b", "--nodes", nodes[0].url]) == 0
     assert "has this roster already, with epoch 2" in capsys.readouterr().out
@@ -109,82 +118,69 @@ def test_two_at_once(nodes: list[NodeProcess]) -> None:
     assert [node.get("/roster")["pending"] for node in nodes] == [None] * 3
 
 
+def begin(nodes: list[NodeProcess], text: str, committed: str) -> Roster:
+    """Have nodes gain what a proposer wants that is killed once it has told `committed` to flip."""
+    roster = replace(Roster.parse(text), epoch=epoch(nodes) + 1)
+    addresses = dict(zip("abc", (node.url for node in nodes), strict=True))
+
+    async def killed() -> None:
+        wire = {**roster.to_wire(), "digest": roster.digest}
+        model = nodes[0].get("/roster")["model_digest"]
+        async with Change(model, wire, "ann@attic (process 7)", addresses, None) as change:
+            await change.gain(lambda seats: None, 30.0)
+            if committed:
+                only = {committed: change._clients[committed]}
+                await change._everywhere("/roster/commit", change._order_only(), only)
+            change._proposed = False  # it does not come to cancel
+
+    asyncio.run(killed())
+    return roster
+
+
 def test_a_proposer_that_is_gone(
     nodes: list[NodeProcess], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a killed proposer left behind is named, kept from others, and given up with --force."""
-    roster = replace(Roster.parse("a,b,c=2"), epoch=1)
-    addresses = dict(zip("abc", (node.url for node in nodes), strict=True))
-
-    async def killed() -> None:
-        wire = {**roster.to_wire(), "digest": roster.digest}
-        model = nodes[0].get("/roster")["model_digest"]
-        change = Change(model, wire, "ann@attic (process 7)", addresses, None)
-        async with change:
-            await change.gain(lambda seats: None, 30.0)
-            change._proposed = False  # it does not come to cancel
-
-    asyncio.run(killed())
+    before, now = orders(nodes), epoch(nodes)
+    begin(nodes, "a,b=4,c=2", committed="")
     change = ["roster", "set", "a,b,c", "--nodes", urls(nodes)]
     assert main(change) == 4
     said = capsys.readouterr().err
-    assert "ann@attic (process 7) is proposing epoch 1 to node a." in said and "--force" in said
-    assert orders(nodes) == [(0, 2), (0, 2), (0, 3)]
+    assert f"ann@attic (process 7) is proposing epoch {now + 1} to node a." in said
+    assert "--force" in said and orders(nodes) == before
     assert main([*change, "--force"]) == 0
-    assert orders(nodes) == [(2, 3)] * 3
+    assert orders(nodes) == [(now + 2, 3)] * 3
 
 
 def test_a_commit_that_reached_one_node(nodes: list[NodeProcess]) -> None:
     """A proposer that dies while nodes flip leaves none behind: the next one brings all in line."""
-    roster = replace(Roster.parse("a,b,c=2"), epoch=1)
-    addresses = dict(zip("abc", (node.url for node in nodes), strict=True))
-
-    async def killed() -> None:
-        wire = {**roster.to_wire(), "digest": roster.digest}
-        model = nodes[0].get("/roster")["model_digest"]
-        change = Change(model, wire, "ann", addresses, None)
-        async with change:
-            await change.gain(lambda seats: None, 30.0)
-            await change._everywhere(
-                "/roster/commit", change._order_only(), {"a": change._clients["a"]}
-            )
-            change._proposed = False
-
-    asyncio.run(killed())
-    assert [epoch for epoch, _ in orders(nodes)] == [1, 0, 0]
+    now = epoch(nodes)
+    begin(nodes, "a,b=2,c=3", committed="a")
+    assert [epoch for epoch, _ in orders(nodes)] == [now + 1, now, now]
     with session(DEMO_STORE, text=True) as alone:
         expected = words(alone)
     with session(DEMO_STORE, nodes, exact=True, text=True) as opening:
         assert words(opening) == expected  # the latest roster counts
-    assert asyncio.run(set_roster(nodes, "a,b,c")) == ""
-    assert orders(nodes) == [(2, 3)] * 3
+    assert asyncio.run(set_roster(nodes, "a,b")) == ""
+    assert orders(nodes) == [(now + 2, 2)] * 3
 
 
-def test_a_node_that_comes_back_late(nodes: list[NodeProcess], tmp_path: Path) -> None:
-    """A node that missed an epoch serves what it has, and is brought in line."""
-    from tests.system.test_join_leave import joiner
+def test_a_node_that_comes_back(nodes: list[NodeProcess], tmp_path: Path) -> None:
+    """Two nodes join at once; one that is killed takes its place again, from its own disk."""
+    pair, now = nodes[:2], epoch(nodes)
+    with ExitStack() as stack:
 
-    d = joiner(nodes[:2], "d", tmp_path / "d")
-    try:
-        d.wait_ready()
-    finally:
+        def started(name: str) -> NodeProcess:
+            node = joiner(pair, name, tmp_path / name)
+            stack.callback(node.close)
+            return node
+
+        d, e = started("d"), started("e")
+        for node in (d, e):
+            node.wait_ready()
+        assert orders([*pair, d, e]) == [(now + 2, 4)] * 4
         d.kill()
-        d.close()
-    pair = [nodes[0], nodes[1]]
-    assert asyncio.run(set_roster(pair, "a=2,b")) == ""
-    again = joiner(pair, "d", tmp_path / "d")
-    try:
-        again.wait_ready()  # it joins anew
-        assert [epoch for epoch, _ in orders([*pair, again])] == [3] * 3
-        again.kill()
-    finally:
-        again.close()
-    # Still in the roster: it takes its place again, from its disk and its peers.
-    third = joiner(pair, "d", tmp_path / "d")
-    try:
-        third.wait_ready()
-        assert [epoch for epoch, _ in orders([*pair, third])] == [3] * 3
-        assert third.get("/roster")["fetched"] == 0
-        assert third.get("/status")["partition"]["blocks"] > 0
-    finally:
-        third.close()
+        again = started("d").wait_ready()
+        assert orders([*pair, again, e]) == [(now + 2, 4)] * 4
+        assert again.get("/roster")["fetched"] == 0
+        assert again.get("/status")["partition"]["blocks"] > 0
