@@ -15,6 +15,7 @@ from expert_driver.dispatch.dispatcher import NetworkExperts
 from expert_driver.dispatch.epochs import asking
 from expert_driver.dispatch.links import Opener
 from expert_driver.dispatch.network import Network
+from expert_driver.dispatch.pushing import Pusher
 from expert_driver.engine import Engine
 from expert_driver.figures import NetworkFigures
 from expert_driver.passes.passes import Passes
@@ -91,7 +92,7 @@ def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator
         return
     advice = "leave other programs, or use a machine with more memory"
     _check_memory(store.manifest, {}, advice, backend)
-    network = connect(config, store.manifest, backend)
+    network = connect(config, store, backend)
     try:
         text = Text.open(store) if with_text else None
         remote = NetworkExperts(network, precise, transfer_for(backend.name))
@@ -101,8 +102,9 @@ def opened(name: str | None, config: NetworkConfig, with_text: bool) -> Iterator
         network.close()
 
 
-def connect(config: NetworkConfig, manifest: Manifest, backend: Backend) -> Network:
+def connect(config: NetworkConfig, store: Store, backend: Backend) -> Network:
     """Links to all nodes of `config`, checked. Raises NodeError, KeyRefused, NetworkMismatch."""
+    manifest = store.manifest
     compute = backend.compute_dtype(manifest.dtype)
     wanted = Wanted(
         model_digest=manifest.digest,
@@ -126,8 +128,8 @@ def connect(config: NetworkConfig, manifest: Manifest, backend: Backend) -> Netw
         peers=config.nodes[:MAX_PEERS],
     )
     opener = Opener(config.key, hello, lambda layer: manifest.layer(layer).hidden)
-    ask = asking(config.key)
-    return Network(config.nodes, wanted, opener.open, warn, config.hedge, ask)
+    ask, push = asking(config.key), Pusher(store, config.key).push
+    return Network(config.nodes, wanted, opener.open, warn, config.hedge, ask, push)
 
 
 def choose_wire(config: NetworkConfig, compute_dtype: str) -> WireDType:

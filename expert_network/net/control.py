@@ -94,6 +94,15 @@ class ControlClient:
         async with self._ask("POST", target, body, headers) as response:
             return self._json(path, await self._bounded(response, path, max_bytes))
 
+    async def put_block(self, layer: int, expert: int, data: bytes | memoryview) -> None:
+        """Give the node a block that it is to hold, with its sha256 in what the key proves."""
+        if self._memory is not None:
+            await self.get_json("/roster")  # a challenge, which would cost the block's bytes twice
+        target = f"/block/{layer}/{expert}?sha256={hashlib.sha256(data).hexdigest()}"
+        headers = {"Content-Type": "application/octet-stream"}
+        async with self._ask("PUT", target, bytes(data), headers, (204,)):
+            pass
+
     def _json(self, path: str, data: bytes) -> Any:
         try:
             return json.loads(data)

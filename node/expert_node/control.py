@@ -34,10 +34,18 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from expert_network.errors import InputError, KeyRefused, NotOwned, RosterError, StoreError
+from expert_network.errors import (
+    InputError,
+    KeyRefused,
+    NotOwned,
+    OutOfMemory,
+    RosterError,
+    StoreError,
+)
 from expert_network.net.auth import ClusterKey, NonceTable, challenge, verify
 from expert_network.net.proof import proof, read_nonce
 from expert_network.net.rosters import ANSWER_S, Order
+from expert_network.net.stream import SLOWEST
 from expert_network.store.reader import Store
 from expert_network.units import size
 from expert_node.content import Content, Source, send
@@ -79,6 +87,8 @@ class Control:
         self._state = state
         # One core at most, whoever asks.
         self._proving = asyncio.Lock()
+        # One body in memory at a time.
+        self._taking = asyncio.Lock()
         # Both are made when a model is known.
         self._sending: asyncio.Semaphore | None = None
         self._exposition: Callable[[], bytes] | None = None
@@ -90,6 +100,7 @@ class Control:
             web.get("/status", self.status),
             web.get("/manifest", self.manifest),
             web.get(r"/block/{layer:\d{1,5}}/{expert:\d{1,5}}", self.block),
+            web.put(r"/block/{layer:\d{1,5}}/{expert:\d{1,5}}", self.take),
             web.get(r"/block/{layer:\d{1,5}}/{expert:\d{1,5}}/proof", self.proof),
             web.get("/file/{name}", self.file),
             web.get("/metrics", self.metrics),
@@ -150,6 +161,26 @@ class Control:
             if data is None:
                 self._not_here(layer, expert)
             return await send(request, Content(spec.block_bytes, spec.sha256[expert], _held(data)))
+
+    async def take(self, request: web.Request) -> web.Response:
+        """Hold a block that a driver gives, since no node has it."""
+        layer, expert = int(request.match_info["layer"]), int(request.match_info["expert"])
+        if expert >= dict(self._store.manifest.shape).get(layer, 0):
+            _missing(f"this model has no block ({layer}, {expert})")
+        spec, holdings = self._store.manifest.layer(layer), self._serving().links.holdings
+        assert holdings is not None
+        # The key proves the sha256 in the address, and this one that it is the manifest's.
+        if request.query.get("sha256") != spec.sha256[expert]:
+            raise web.HTTPConflict(text=f"this is not the manifest's block ({layer}, {expert})")
+        async with self._taking:
+            data = await _body(request, spec.block_bytes)
+            if await asyncio.to_thread(_sha256, data) != spec.sha256[expert]:
+                raise web.HTTPConflict(text=f"block ({layer}, {expert}) came damaged")
+            try:
+                await asyncio.to_thread(holdings.take, layer, expert, data)
+            except OutOfMemory as error:
+                raise unavailable(str(error)) from None
+        return web.Response(status=204)
 
     async def proof(self, request: web.Request) -> web.Response:
         layer, expert = int(request.match_info["layer"]), int(request.match_info["expert"])
@@ -340,6 +371,24 @@ def _from_disk(path: Path) -> Source:
             file.close()
 
     return read
+
+
+async def _body(request: web.Request, most: int) -> bytearray:
+    """A body of at most `most` bytes, within BODY_SECONDS and what these take at SLOWEST."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS + most / SLOWEST):
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > most:
+                    raise web.HTTPRequestEntityTooLarge(most, len(body))
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="the body comes too slowly") from None
+    return body
+
+
+def _sha256(data: bytearray) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 async def _message(request: web.Request) -> object:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from threading import Lock
 
-from expert_network.errors import ExpertNetworkError
+from expert_network.errors import ExpertNetworkError, OutOfMemory
 from expert_network.net.auth import ClusterKey
 from expert_network.net.blocks import fetch_block
 from expert_network.net.control import ControlClient
@@ -77,6 +77,22 @@ class Holdings:
             self._computer.hold(spec, blocks)
             log.info("adopted %s of layer %d", ", ".join(map(str, wanted)), layer)
         return None
+
+    def take(self, layer: int, expert: int, data: bytes | bytearray) -> None:
+        """Hold a block that somebody gives us, whose sha256 is right, from now on. Any thread.
+
+        Raises OutOfMemory.
+        """
+        spec = self._store.manifest.layer(layer)
+        with self._one:
+            if self._computer.held_here(layer, expert):
+                return
+            free = self._room() - SPARE_BYTES
+            if spec.block_bytes > free:
+                what = f"block ({layer}, {expert}) on node {self._node}"
+                raise OutOfMemory(what, spec.block_bytes, max(0, free), "add a node, or replicas")
+            self._computer.hold(spec, {expert: memoryview(data)})
+        log.info("was given block (%d, %d)", layer, expert)
 
     async def _from_peers(
         self, spec: LayerSpec, experts: Sequence[int], peers: Sequence[str]

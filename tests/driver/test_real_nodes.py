@@ -42,9 +42,11 @@ def joined(nodes: list[NodeProcess]) -> str:
 
 
 @contextmanager
-def session_with(nodes: list[NodeProcess], exact: bool = True) -> Iterator[Session]:
+def session_with(
+    nodes: list[NodeProcess], exact: bool = True, store: Path = DEMO_STORE
+) -> Iterator[Session]:
     config = NetworkConfig(tuple(node.url for node in nodes), exact, None, None, HOME)
-    with opened(str(DEMO_STORE), config, with_text=True) as session:
+    with opened(str(store), config, with_text=True) as session:
         yield session
 
 
@@ -191,24 +193,42 @@ def test_a_reply_outlives_a_node(expected: str, how: str, most: float, replicas:
                 assert len(session.network.links) == 3
 
 
-def test_a_block_that_is_nowhere(expected: str, tmp_path: Path) -> None:
-    """Where no living machine has a block the reply fails within a second, and names both.
-
-    Once its node is back the talk goes on.
-    """
-    lacking = tmp_path / "lacking"
-    shutil.copytree(DEMO_STORE, lacking)
+@pytest.fixture
+def lacking(tmp_path: Path) -> Path:
+    """The demo's store without the blocks that b owns in the roster a,b."""
+    made = tmp_path / "lacking"
+    shutil.copytree(DEMO_STORE, made)
     store = Store.open(DEMO_STORE)
     for layer, experts in partition(Roster.parse("a,b"), "b", store.manifest.shape).items():
         spec = store.manifest.layer(layer)
-        with (lacking / spec.file).open("r+b") as file:
+        with (made / spec.file).open("r+b") as file:
             for expert in experts.tolist():
                 file.seek(spec.offset(expert))
                 file.write(bytes(spec.block_bytes))
+    return made
+
+
+def test_a_block_that_the_driver_alone_has(expected: str, lacking: Path) -> None:
+    """What no living node has comes from the driver's own store, and the reply goes on."""
     with (
         node_process("a,b", "a", lacking) as first,
         node_process("a,b", "b", DEMO_STORE) as second,
         session_with([first, second]) as session,
+    ):
+        said, _ = cut(conversation(session), second, "kill")
+        assert said == expected
+        assert first.get("/status")["partition"]["blocks"] > 8
+
+
+def test_a_block_that_is_nowhere(expected: str, lacking: Path) -> None:
+    """Where no living machine has a block the reply fails within a second, and names both.
+
+    Once its node is back the talk goes on.
+    """
+    with (
+        node_process("a,b", "a", lacking) as first,
+        node_process("a,b", "b", DEMO_STORE) as second,
+        session_with([first, second], store=lacking) as session,
     ):
         talk = conversation(session)
         started = 0.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -143,3 +146,31 @@ def test_over_a_link_that_knows_the_layer(store: Store, nodes: list[NodeProcess]
             assert isinstance(again, Reply) and np.array_equal(again.data, kept)
         whole = expected(store, replace(both, precise=False)).data
         assert np.allclose(kept, whole, rtol=1e-2, atol=1e-3)
+
+
+def put(url: str, layer: int, expert: int, data: bytes, sha256: str | None = None) -> int:
+    """Give a node a block; the status of its answer."""
+    digest = sha256 or hashlib.sha256(data).hexdigest()
+    request = Request(f"{url}/block/{layer}/{expert}?sha256={digest}", data, method="PUT")
+    try:
+        with urlopen(request, timeout=20) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
+def test_a_block_may_be_given(store: Store, node: NodeProcess) -> None:
+    """A driver gives what no node has; other bytes than the manifest's are never taken."""
+    mine = set(node.get("/status")["partition"]["layers"]["0"])
+    other = next(expert for expert in range(8) if expert not in mine)
+    block = bytes(store.read_block(0, other))
+    with node_process("a,b", "a", store.path) as taker:
+        assert put(taker.url, 0, other, block[:-1] + b"x") == 409
+        wrong = put(taker.url, 0, other, block[:-1] + b"x", hashlib.sha256(block).hexdigest())
+        assert wrong == 409
+        assert put(taker.url, 0, other, block + b"x", hashlib.sha256(block).hexdigest()) == 413
+        assert put(taker.url, 0, 99, block) == 404
+        assert set(taker.get("/status")["partition"]["layers"]["0"]) == mine
+        assert put(taker.url, 0, other, block) == 204
+        assert put(taker.url, 0, other, block) == 204
+        assert set(taker.get("/status")["partition"]["layers"]["0"]) == mine | {other}

@@ -60,6 +60,7 @@ class Job:
     __slots__ = (
         "adopt", "call", "cause", "compute_us", "done", "dtype", "figures", "gathering", "in_bytes",
         "left", "link", "out_bytes", "parts", "place", "queue_us", "replied", "rivals", "sent",
+        "supplied",
     )  # fmt: skip
 
     gathering: Gathering | None
@@ -76,6 +77,8 @@ class Job:
     ) -> None:
         self.adopt, self.cause, self.gathering = adopt, cause, None
         self.rivals: Rivals | None = None
+        #: Whether its node has got the blocks from us.
+        self.supplied = False
         self.link, self.call, self.dtype, self.figures = link, call, dtype, figures
         self.parts, self.left = parts, len(parts)
         self.place = 0

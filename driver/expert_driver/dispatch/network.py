@@ -35,6 +35,10 @@ NOT_NOW = (503, ErrorCode.DRAINING, ErrorCode.BUSY)
 PING_S = 20.0  # unused for so long, its node is asked whether it is there
 
 
+#: Gives a node, by its address, blocks of a layer; whether it has all of them now.
+Push = Callable[[str, int, Sequence[int]], bool]
+
+
 class Network:
     """Links to all nodes that answer, in the order of their roster. Used by one thread.
 
@@ -42,7 +46,8 @@ class Network:
     sees which nodes are away and whether there is a new roster. `observer` is told of every
     dispatch that all nodes have replied to, `notice` gets a sentence when a node goes or comes
     back. hedge: whether a row that is late is asked of replicas too. ask: how nodes are asked for
-    their roster; without it the roster stays as it was.
+    their roster; without it the roster stays as it was. push: for blocks that
+    no node has.
     """
 
     def __init__(
@@ -53,7 +58,9 @@ class Network:
         notice: Callable[[str], None] = lambda sentence: None,
         hedge: bool = False,
         ask: Ask = lambda urls: (),
+        push: Push | None = None,
     ) -> None:
+        self._push = push
         self._urls, self.wanted, self._open = tuple(urls), wanted, open_link
         self._epochs = Epochs(ask)
         #: To nodes that are not in the roster any more, until they owe nothing.
@@ -250,14 +257,30 @@ class Network:
         self.counters.nodes = [*self.figures_of_links, *away]
 
     def _reroute(self, job: Job, error: ExpertNetworkError) -> Sequence[Job]:
-        """Ask the next owners of what `job` has not answered."""
+        """Ask the next owners of what `job` has not answered.
+
+        A node that finds a block nowhere is asked once more if we have it.
+        """
         assert job.gathering is not None
+        if self._supplied(job, error):
+            again = Job(job.link, job.call, job.dtype, job.unanswered, job.figures, job.adopt)
+            again.cause, again.supplied = job.cause or self._absent(job), True
+            return [again]
         job.gathering.given_up.add(job.link.name)
         jobs = self._instead(job, job.gathering.given_up)
         for other in jobs:
             other.cause = job.cause or error
         self.counters.failovers += bool(jobs)
         return jobs
+
+    def _supplied(self, job: Job, error: ExpertNetworkError) -> bool:
+        """Whether a node that lacks blocks has got them from us just now."""
+        if not (isinstance(error, NodeRefused) and error.code == ErrorCode.NO_BLOCK):
+            return False
+        if job.supplied or self._push is None:
+            return False
+        experts = np.unique(np.concatenate([share.ids for share in job.unanswered])).tolist()
+        return self._push(job.link.greeting.url, job.call.layer, experts)
 
     def _rivals(self, job: Job) -> Sequence[Job]:
         """Ask the next owners of what is late, if others own all of it."""
@@ -293,11 +316,16 @@ class Network:
         layer, expert = job.call.layer, int(job.unanswered[0].ids[0])
         cause = job.cause
         if cause is None and isinstance(error, NodeRefused) and error.code == ErrorCode.NO_BLOCK:
-            owners = owner_order(self.agreement.roster, layer, np.array([expert]))[0]
-            names = [self.agreement.roster.names[owner] for owner in owners]
-            away = [found for found in self._away.values() if found.node in names]
-            cause = min(away, key=lambda found: names.index(found.node), default=None)
+            cause = self._absent(job)
         return lost(cause, layer, expert) if isinstance(cause, NodeError) else cause or error
+
+    def _absent(self, job: Job) -> NodeError | None:
+        """Why the first node of the owner order that is away is so."""
+        layer, expert = job.call.layer, int(job.unanswered[0].ids[0])
+        owners = owner_order(self.agreement.roster, layer, np.array([expert]))[0]
+        names = [self.agreement.roster.names[owner] for owner in owners]
+        away = [found for found in self._away.values() if found.node in names]
+        return min(away, key=lambda found: names.index(found.node), default=None)
 
 
 def _dtype(link: Link, call: Call, job: Job) -> WireDType:
