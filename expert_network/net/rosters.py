@@ -278,6 +278,8 @@ def _check_roster(roster: Mapping[str, Any]) -> None:
     if not isinstance(nodes, list) or len(nodes) > MAX_NODES:
         raise ValueError("the nodes are missing")
     for node in nodes:
+        if not isinstance(node, list) or len(node) != 2:
+            raise ValueError("a node is not a name and a weight")
         _text(node[0])
 
 

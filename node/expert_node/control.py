@@ -73,7 +73,7 @@ _proof: ContextVar[str | None] = ContextVar("proof", default=None)
 
 
 async def _expecting(request: web.Request) -> None:
-    """Say nothing to an Expect header: without a body to wait for, the answer comes at once.
+    """Say nothing to an Expect header: what little body there is comes anyhow.
 
     aiohttp's own handler runs before the key is asked for, and fails on what is no UTF-8.
     """

@@ -14,7 +14,7 @@ from time import perf_counter
 from types import FrameType
 
 from tests.fuzz.mutation import noise
-from tests.fuzz.targets import Target
+from tests.fuzz.target import Target
 
 #: Seconds for one input: thousands of times what the slowest takes, on a machine that is busy.
 PATIENCE = 10.0

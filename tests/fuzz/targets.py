@@ -7,23 +7,19 @@ import json
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
-from expert_driver.chaos.following import Follower
 from expert_driver.status import NodeStatus, as_json, problems, row
 from expert_network.errors import (
     CheckpointError,
     ExpertNetworkError,
     InputError,
     KeyRefused,
-    RemoteProtocolError,
+    NotANode,
     RosterError,
     StoreError,
 )
@@ -38,215 +34,28 @@ from expert_network.net.auth import (
     challenged_with,
     verify,
 )
+from expert_network.net.blocks import start_of
 from expert_network.net.opening import _Opening
 from expert_network.net.proof import read_nonce
+from expert_network.net.rosters import Seat
 from expert_network.store.manifest import Manifest
-from expert_network.store.reader import read_config
+from expert_network.store.reader import Store, read_config
 from expert_network.store.trunk_file import TensorSource, header
 from expert_node.content import Content, span
-from expert_protocol.dtypes import RawArray, WireDType
-from expert_protocol.frames import (
-    ErrorCode,
-    ErrorReply,
-    Goodbye,
-    decode_hello,
-    decode_welcome,
-    encode_error,
-    encode_goodbye,
-    encode_hello,
-    encode_ping,
-    encode_pong,
-    encode_reply,
-    encode_welcome,
-    encode_working,
-)
-from expert_protocol.header import HEADER_SIZE, Buffer, Kind, decode_header, encode_frame
+from expert_node.membership import Proposal, read_order
 from expert_roster.roster import Roster
-from tests.fuzz.mutation import (
-    Mutator,
-    mutated_bytes,
-    mutated_frame,
-    mutated_json,
-    mutated_msgpack,
-)
+from tests.fuzz.mutation import mutated_json
+from tests.fuzz.target import Never, Target
+from tests.fuzz.wire import wire_targets
 from tests.support.stores import write_store
-from tests.support.wire import (
-    DIGEST,
-    HIDDEN,
-    KINDS_OF_ROWS,
-    ROSTER,
-    dispatch,
-    feed,
-    greeted,
-    hello,
-    reply_to,
-    welcome,
-)
+from tests.support.wire import DIGEST, ROSTER
 
 T = TypeVar("T")
 
 
-class Never(Exception):
-    """What a decoder refuses with that takes everything."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A decoder. `run` may raise nothing but `refused`; `mutate` makes its inputs of `seeds`."""
-
-    name: str
-    run: Callable[[bytes], object]
-    seeds: Sequence[bytes]
-    refused: type[Exception] = Never
-    mutate: Mutator = mutated_bytes
-
-
 def targets() -> list[Target]:
     """All decoders. Files that some of them read are written to a folder of this process."""
-    return [*_frames(), *_greetings(), *_rows(), *_stores(), *_rosters(), *_http(), *_words()]
-
-
-# Frames
-
-
-def _joined(buffers: Sequence[Buffer]) -> bytes:
-    return b"".join(buffers)
-
-
-def _framed(kind: Kind, payload: bytes) -> bytes:
-    return _joined(encode_frame(kind, [payload]))
-
-
-_ASKED = [dispatch((2, 1), mode=mode, dtype=dtype) for mode, dtype in KINDS_OF_ROWS]
-_DISPATCHES = [_joined(greeted()[0].dispatch(asked)) for asked in _ASKED]
-_REPLIES = [
-    _joined(encode_reply(reply_to(asked), decode_header(sent[:HEADER_SIZE])))
-    for asked, sent in zip(_ASKED, _DISPATCHES, strict=True)
-]
-_ERRORS = [_joined(encode_error(ErrorReply(code, "a sentence"), 1)) for code in ErrorCode]
-_NOTICES = [
-    _joined(buffers)
-    for buffers in (
-        encode_goodbye(Goodbye("bye")),
-        encode_ping(1),
-        encode_pong(1),
-        encode_working(1),
-    )
-]
-_HELLO, _WELCOME = (
-    _framed(Kind.HELLO, encode_hello(hello())),
-    _framed(Kind.WELCOME, encode_welcome(welcome())),
-)
-
-
-def _frames() -> list[Target]:
-    framed = partial(Target, refused=RemoteProtocolError, mutate=mutated_frame)
-    heads = [frame[:HEADER_SIZE] for frame in [*_DISPATCHES, *_REPLIES, *_ERRORS, *_NOTICES]]
-    return [
-        Target("frame header", _header, heads, RemoteProtocolError),
-        framed("DISPATCH", _at_node, _DISPATCHES),
-        framed("REPLY", _at_driver, _REPLIES),
-        framed("ERROR", _at_driver, _ERRORS),
-        framed("notices at a driver", _at_driver, _NOTICES),
-        framed("notices at a node", _at_node, _NOTICES),
-        framed("HELLO frame", _at_fresh_node, [_HELLO]),
-        framed("WELCOME frame", _at_greeting_driver, [_WELCOME]),
-        Target(
-            "frames in a proxy", _in_proxy, [b"GET / HTTP/1.1\r\n\r\n" + _HELLO + _DISPATCHES[0]]
-        ),
-    ]
-
-
-def _header(data: bytes) -> object:
-    return decode_header(data[:HEADER_SIZE].ljust(HEADER_SIZE, b"\0"))
-
-
-def _events(connection: Any, data: bytes) -> None:
-    for event in feed(connection, bytearray(data)):
-        values = event.rows if hasattr(event, "rows") else getattr(event, "data", None)
-        if values is not None:
-            _decoded(event.dtype, values)
-
-
-def _decoded(dtype: WireDType, raw: RawArray) -> None:
-    """Finite rows are decoded without any overflow; the others are refused before."""
-    if dtype.finite(raw):
-        with np.errstate(all="raise", under="ignore"):
-            assert np.isfinite(dtype.decode(raw)).all()
-
-
-def _at_node(data: bytes) -> None:
-    _events(greeted()[1], data)
-
-
-def _at_driver(data: bytes) -> None:
-    """A driver that has asked in the reply mode and dtype that the frame states."""
-    form = data[18:20]
-    driver, _ = greeted()
-    driver.dispatch(next((a for a in _ASKED if bytes((a.dtype, a.mode)) == form), _ASKED[0]))
-    _events(driver, data)
-
-
-def _at_fresh_node(data: bytes) -> None:
-    from expert_protocol.connection import NodeConnection
-
-    _events(NodeConnection(lambda layer: HIDDEN), data)
-
-
-def _at_greeting_driver(data: bytes) -> None:
-    from expert_protocol.connection import DriverConnection
-
-    connection = DriverConnection(lambda layer: HIDDEN)
-    connection.hello(hello())
-    _events(connection, data)
-
-
-def _in_proxy(data: bytes) -> None:
-    follower = Follower()
-    half = len(data) // 2
-    pieces = [piece for part in (data[:half], data[half:]) for _, piece in follower.feed(part)]
-    assert b"".join(pieces) + follower.rest() == data
-
-
-def _greetings() -> list[Target]:
-    packed = partial(Target, refused=RemoteProtocolError, mutate=mutated_msgpack)
-    return [
-        packed(
-            "HELLO", decode_hello, [encode_hello(hello()), encode_hello(hello(peers=("http://a",)))]
-        ),
-        packed("WELCOME", _welcome, [encode_welcome(welcome())]),
-    ]
-
-
-def _welcome(data: bytes) -> None:
-    with suppress(RosterError):
-        Roster.from_wire(decode_welcome(data).roster)
-
-
-# Rows
-
-
-def _rows() -> list[Target]:
-    values = np.linspace(-3, 3, 66, dtype=np.float32).reshape(1, 66)
-    return [
-        Target(
-            f"{dtype.label} rows", partial(_decode_rows, dtype), [dtype.encode(values).tobytes()]
-        )
-        for dtype in WireDType
-    ]
-
-
-def _decode_rows(dtype: WireDType, data: bytes) -> None:
-    whole = len(data) - len(data) % dtype.raw.itemsize
-    raw = np.frombuffer(data[:whole], dtype.raw).reshape(1, -1)
-    if not raw.size:
-        return
-    try:
-        width = dtype.hidden(raw.shape[1])
-    except ValueError:
-        return
-    if dtype.columns(width) == raw.shape[1]:
-        _decoded(dtype, raw)
+    return [*wire_targets(), *_stores(), *_rosters(), *_http(), *_words()]
 
 
 # Stores
@@ -261,6 +70,9 @@ def _stores() -> list[Target]:
     config = json.dumps({"model_type": "olmoe", "rope": {"theta": 1e4}, "sizes": [1, 2]}).encode()
     return [
         Target("manifest", _manifest, [manifest], StoreError, mutated_json),
+        Target(
+            "marks of a layer", partial(_marks, folder / "store"), [b"\2\0", b"\1\2"], StoreError
+        ),
         Target(
             "safetensors header",
             partial(_safetensors, folder),
@@ -294,6 +106,19 @@ def _manifest(data: bytes) -> None:
         assert spec.block_bytes <= spec.stride and len(spec.sha256) == spec.experts
 
 
+def _marks(folder: Path, data: bytes) -> None:
+    store = Store.open_unchecked(folder)
+    marks = folder / store.manifest.layer(0).marks
+    marks.write_bytes(data)
+    try:
+        assert set(store.held(0)) <= {0, 1}
+        for expert in store.held(0):
+            store.read_block(0, expert)
+        Store.open(folder)
+    finally:
+        marks.unlink()
+
+
 def _in_file(folder: Path, read: Callable[[Path], T], data: bytes) -> T:
     file = folder / "fuzzed"
     file.write_bytes(data)
@@ -310,6 +135,24 @@ def _safetensors(folder: Path, data: bytes) -> None:
 def _rosters() -> list[Target]:
     table = b'replicas = 2\nepoch = 1\n[nodes]\na = 64\n"b.c" = 1.5\n'
     wire = json.dumps(ROSTER | {"digest": Roster.from_wire(ROSTER).digest}).encode()
+    whole = Roster.from_wire(ROSTER)
+    named = ROSTER | {"digest": whole.digest}
+    addresses = {"a": "http://a:8301", "b": "http://b"}
+    proposal = json.dumps(
+        {"model": DIGEST, "roster": named, "proposer": "me at home", "addresses": addresses}
+    ).encode()
+    order = json.dumps({"epoch": 3, "digest": DIGEST}).encode()
+    pending = {"epoch": 4, "digest": DIGEST, "proposer": "me", "done": 1, "total": 2}
+    seat = json.dumps(
+        {
+            "node": "a",
+            "model_digest": DIGEST,
+            "roster": named,
+            "addresses": addresses,
+            "fetched": 0,
+            "pending": pending | {"ready": False, "error": None},
+        }
+    ).encode()
     return [
         Target("roster on a command line", _text(Roster.parse), [b"a,b=2.5,c-1=16"], RosterError),
         Target("roster file", _text(Roster.from_toml), [table], RosterError),
@@ -320,7 +163,16 @@ def _rosters() -> list[Target]:
             RosterError,
             mutated_json,
         ),
+        Target("proposal", _json(Proposal.read), [proposal], RosterError, mutated_json),
+        Target("roster to commit", _json(read_order), [order], RosterError, mutated_json),
+        Target("answer about rosters", _json(_seat), [seat], NotANode, mutated_json),
     ]
+
+
+def _seat(value: object) -> None:
+    seat = Seat.read(_URL, value)
+    assert seat.order[0] >= 0
+    assert len(seat.names) == len(seat.roster["nodes"])
 
 
 def _text(read: Callable[[str], object]) -> Callable[[bytes], object]:
@@ -385,6 +237,7 @@ def _http() -> list[Target]:
             "proof of a key", _proved, [b'mac="' + b"0" * 64 + b'", nextnonce="abc"'], KeyRefused
         ),
         Target("ranges", _span, ranges),
+        Target("part of a block", _start, [b"bytes 5-99/100"]),
     ]
 
 
@@ -454,6 +307,12 @@ def _verify(nonces: NonceTable, data: bytes) -> None:
 
 def _proved(data: bytes) -> None:
     Answer(_KEY, "GET", "/status", "00" * 40).proved(data.decode("utf-8", "surrogateescape"))
+
+
+def _start(data: bytes) -> None:
+    headers = {"Content-Range": data.decode("latin-1")}
+    start = start_of(cast(Any, SimpleNamespace(status=206, headers=headers)))
+    assert start is None or start >= 0
 
 
 def _span(data: bytes) -> None:

@@ -7,7 +7,8 @@ import pytest
 from tests.fuzz.driver import run_driver
 from tests.fuzz.live import run_live
 from tests.fuzz.running import Outcome, run
-from tests.fuzz.targets import Never, Target, targets
+from tests.fuzz.target import Never, Target
+from tests.fuzz.targets import targets
 
 SEED = 1
 #: What comes is an error, or meant for another request, whatever it is.

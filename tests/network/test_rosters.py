@@ -84,6 +84,7 @@ def test_a_seat_is_read() -> None:
     [
         None, [], {}, said(node=3), said(roster=None), said(roster={**OLD, "epoch": -1}),
         said(roster={**OLD, "nodes": [[1, 1]]}), said(roster={**OLD, "nodes": "a"}),
+        said(roster={**OLD, "nodes": [["a"]]}), said(roster={**OLD, "nodes": [[]]}),
         said(addresses=[]), said(addresses={"a": "\n"}), said(fetched=True), said(pending=7),
         said(pending=pending(done="1")), said(pending=pending(proposer="x" * 300)),
     ],

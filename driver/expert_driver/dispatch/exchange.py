@@ -306,6 +306,8 @@ class Exchange:
 
         It is asked of others, unless that is `final` or nobody can be.
         """
+        # Links and jobs keep it: without its traceback, whose frames hold them and the whole pass.
+        error = copy(error)
         if link.closed:
             link.failed = None if final else error
             lost = _jobs(link)

@@ -30,6 +30,8 @@ from expert_protocol.frames import ErrorCode, ReplyMode
 from expert_roster.rendezvous import owner_order
 
 LOOK_S = 0.5  # unused for so long, a link is looked at before it is used
+#: With what a node refuses a link that will be welcome another time; over HTTP it is a 503.
+NOT_NOW = (503, ErrorCode.DRAINING, ErrorCode.BUSY)
 PING_S = 20.0  # unused for so long, its node is asked whether it is there
 
 
@@ -339,8 +341,8 @@ def open_all(
 ) -> tuple[dict[str, Link], dict[str, NodeError]]:
     """Open links to all of `urls` at once: those that are open, and why others are not.
 
-    Only a node that cannot be reached, or does not answer, is left out: what else fails is raised,
-    as an interrupt is, and closes the others.
+    Only a node that cannot be reached, does not answer, or is starting, stopping or busy is left
+    out: what else fails is raised, as an interrupt is, and closes the others.
     """
     futures: dict[str, Future[Link]] = {}
     links: dict[str, Link] = {}
@@ -353,6 +355,10 @@ def open_all(
                 try:
                     links[url] = future.result()
                 except (NodeUnreachable, NodeTimeout, NodeClosed) as error:
+                    failures[url] = error
+                except NodeRefused as error:
+                    if error.code not in NOT_NOW:
+                        raise
                     failures[url] = error
             return links, failures
     except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +17,8 @@ import pytest
 from expert_driver.dispatch import exchange, prober
 from expert_driver.dispatch.dispatcher import NetworkExperts
 from expert_driver.dispatch.failover import take_over
-from expert_driver.dispatch.links import Opener
-from expert_driver.dispatch.network import Network
+from expert_driver.dispatch.links import Link, Opener
+from expert_driver.dispatch.network import NOT_NOW, Network, open_all
 from expert_driver.dispatch.pace import ENOUGH, LEAST_S, Pace
 from expert_driver.dispatch.routing import split
 from expert_network.errors import NodeClosed, NodeError, NodeRefused
@@ -123,6 +125,53 @@ def test_nobody_is_left() -> None:
 
 
 # --- over links
+
+
+@pytest.mark.parametrize("code", NOT_NOW)
+def test_a_node_that_takes_no_links_now(code: int) -> None:
+    """A node that is starting, stopping or busy when it is linked to is away, as a dead one is."""
+    error = NodeRefused("b", "is shutting down", "wait", code)
+
+    def open_link(url: str) -> Link:
+        raise error
+
+    assert open_all(["http://b"], open_link) == ({}, {"http://b": error})
+    with pytest.raises(NodeRefused):
+        error.code = ErrorCode.MODEL
+        open_all(["http://b"], open_link)
+
+
+def test_a_draining_node_is_left_out() -> None:
+    """A node that hangs up and then refuses links fails no reply."""
+
+    def drain(link: FakeLink) -> None:
+        link.stream.send(link.connection.error(ErrorCode.DRAINING, "it is shutting down"))
+
+    with network() as (nodes, experts, said):
+        nodes[1].greet = drain
+        failing(nodes[1], hang_up)
+        for _ in range(3):
+            np.testing.assert_allclose(summed(experts), SUM, rtol=1e-5)
+        assert len(said) == 1 and "node b" in said[0]
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_leaves_no_circle(fault: Fault, rows: int) -> None:
+    """A link that failed, and all that was computed with meanwhile, is soon let go of."""
+    with network() as (nodes, experts, _):
+        summed(experts, rows)
+        links = [weakref.ref(link) for link in experts._network.links]
+        gc.disable()
+        try:
+            for place, node in enumerate(nodes):
+                failing(node, fault)
+                for _ in range(3):  # the second opens another link, the third forgets the first
+                    summed(experts, rows)
+                left = [link() for link in links[: place + 1]]
+                assert not any(link.closed for link in left if link is not None)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("ask", [summed, separate])
