@@ -136,11 +136,9 @@ class Computer:
 
         take: gets what it asks to adopt.
         """
-        refusal = self._adopt(dispatch, take) or self._refusal(dispatch)
-        if refusal is not None:
-            return refusal
         try:
-            return self._reply(dispatch)
+            refusal = self._adopt(dispatch, take) or self._refusal(dispatch)
+            return self._reply(dispatch) if refusal is None else refusal
         except Exception as error:
             return self.failed(dispatch.layer, error)
 

@@ -123,6 +123,17 @@ def test_without_memory(store: Store, computer: Computer) -> None:
     assert isinstance(adopting(holdings, computer, asked(store, 1)), Reply)
 
 
+def test_a_fault_of_adopting_is_a_refusal(store: Store, computer: Computer) -> None:
+    """Whatever goes wrong while a block is taken, the link goes on."""
+
+    def broken(layer: int, experts: object) -> str | None:
+        raise RuntimeError("no thread")
+
+    answer = computer.answer(asked(store, 5), broken)
+    assert isinstance(answer, ErrorReply) and answer.code is ErrorCode.INTERNAL
+    assert isinstance(computer.answer(asked(store, 1), broken), Reply)
+
+
 @pytest.fixture(scope="module")
 def nodes(store: Store) -> Iterator[list[NodeProcess]]:
     with node_processes("a,b", store.path) as running:
