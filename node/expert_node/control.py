@@ -273,11 +273,19 @@ class Control:
         )
 
 
-def application(state: NodeState, key: ClusterKey | None) -> web.Application:
-    """The web application of a node; without a key everyone is let in."""
+def application(
+    state: NodeState,
+    key: ClusterKey | None,
+    know: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None,
+) -> web.Application:
+    """The web application of a node; without a key everyone is let in.
+
+    know: told of connections whose request was let in.
+    """
     middlewares: list[Middleware] = [_errors_as_json]
     if key is not None:
         middlewares.append(_guard(key))
+    middlewares.append(_knowing(know))
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY)
     app.on_response_prepare.append(_add_proof)
     app.add_routes(Control(state).routes())
@@ -333,6 +341,16 @@ def _guard(key: ClusterKey) -> Middleware:
         return await handler(request)
 
     return guard
+
+
+def _knowing(know: Callable[[asyncio.BaseProtocol], None]) -> Middleware:
+    @web.middleware
+    async def knowing(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != OPEN_PATH:
+            know(request.protocol)
+        return await handler(request)
+
+    return knowing
 
 
 async def _add_proof(request: web.Request, response: web.StreamResponse) -> None:

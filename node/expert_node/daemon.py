@@ -32,6 +32,7 @@ from expert_node.links import Links
 from expert_node.membership import Membership
 from expert_node.state import SOFTWARE, NodeState, Phase, Serving
 from expert_node.stopping import Stop, in_thread
+from expert_node.strangers import Strangers
 from expert_protocol.frames import Welcome, WireDType
 from expert_protocol.header import VERSION
 from expert_roster.roster import Roster
@@ -187,8 +188,9 @@ class Node:
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[None]:
+        strangers = Strangers()
         runner = web.AppRunner(
-            application(self._state, self._config.key),
+            application(self._state, self._config.key, strangers.know),
             access_log=None,
             handle_signals=False,
             keepalive_timeout=HEADER_SECONDS,
@@ -196,10 +198,13 @@ class Node:
             lingering_time=0,  # no request here has a body to wait for
         )
         await runner.setup()
+        strangers.make = runner.server
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(strangers, sock=self._listener, backlog=BACKLOG)
         try:
-            await web.SockSite(runner, self._listener).start()
             yield
         finally:
+            server.close()
             await runner.cleanup()
 
     async def _fetch(self) -> bool:
