@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from time import monotonic
 
 from expert_network.errors import InputError, KeyRefused
@@ -115,6 +116,7 @@ class KeyFile:
         self._path, self._clock = path, clock
         self._looked, self._stamp = clock(), self._changed()
         self._found: ClusterKey | None = None
+        self._one = Lock()
 
     def read(self) -> ClusterKey:
         """What it says. Raises InputError."""
@@ -131,13 +133,14 @@ class KeyFile:
 
     def now(self, first: ClusterKey) -> ClusterKey:
         """What it said when it was last sound; `first` is what it said at first."""
-        if self._clock() >= self._looked + LOOK_SECONDS:
-            self._looked, stamp = self._clock(), self._changed()
-            if stamp != self._stamp:
-                self._stamp = stamp
-                with suppress(InputError):  # in the middle of being written, or taken away
-                    self._found = self.read()
-        return self._found or first
+        with self._one:  # nobody gets what was before while another one reads
+            if self._clock() >= self._looked + LOOK_SECONDS:
+                self._looked, stamp = self._clock(), self._changed()
+                if stamp != self._stamp:
+                    self._stamp = stamp
+                    with suppress(InputError):  # in the middle of being written, or taken away
+                        self._found = self.read()
+            return self._found or first
 
     def _changed(self) -> tuple[int, int] | None:
         with suppress(OSError):
