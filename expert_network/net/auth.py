@@ -42,7 +42,7 @@ MAX_HEADER = 1024
 #: Bytes of a key file that are looked at.
 MAX_KEY_FILE = 1024
 #: How often a key file is looked at, for a key that has been rotated.
-LOOK_SECONDS = 5.0
+LOOK_SECONDS = 2.0
 
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 _FIELDS = re.compile(r'\s*([a-z]{1,16})="([A-Za-z0-9_-]{1,128})"\s*')

@@ -22,9 +22,9 @@ def told(outcome: Outcome) -> str:
 @pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
 def test_decoders(target: Target) -> None:
     """A decoder takes its valid inputs, and refuses others as it says."""
-    outcome = run(target, 500, SEED)
+    outcome = run(target, 300, SEED)
     assert outcome.sound, told(outcome)
-    assert outcome.parsed + outcome.refused == 500
+    assert outcome.parsed + outcome.refused == 300
     assert outcome.parsed or target.name in ALL_REFUSED
 
 

@@ -40,7 +40,7 @@ def new(file: Path | None) -> None:
 def rotate(file: Path, finish: bool) -> None:
     """Put a new key into FILE beside the one that is there: both are good.
 
-    Copy FILE over those of all machines, in any order: nodes that run read it again within 5
+    Copy FILE over those of all machines, in any order: nodes that run read it again within 2
     seconds, and drivers too. When all have it, --finish leaves the new key alone in FILE; copy it
     once more.
     """

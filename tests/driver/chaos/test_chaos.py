@@ -107,10 +107,10 @@ def test_over_real_nodes(capsys: pytest.CaptureFixture[str]) -> None:
         out = capsys.readouterr().out
         assert out.count("same tokens") == 1
         assert "1 of 1 replies of 8 tokens were right" in out and out.endswith("seed 5\n")
-        assert main([*words, "--faults", "cut,corrupt,half-open", "--rounds", "3", "--json"]) == 0
+        assert main([*words, "--faults", "cut,half-open", "--rounds", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["failures"] == 0 and {one["result"] for one in found["rounds"]} == {SAME}
-    assert {one["fault"] for one in found["rounds"]} == {"cut", "corrupt", "half-open"}
+    assert {one["fault"] for one in found["rounds"]} == {"cut", "half-open"}
 
 
 def test_bad_words(capsys: pytest.CaptureFixture[str]) -> None:

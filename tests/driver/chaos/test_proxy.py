@@ -279,21 +279,3 @@ def test_exact_points_of_a_reply(nodes: list[NodeProcess]) -> None:
         proxy.plan(Planned(Call(lambda: None), Point(0, 0)))
         "".join(talk.ask("And then?"))
         assert proxy.fired[-1].point == Point(0, 0)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [Cut(), Cut(reset=False), Corrupt(2), Corrupt(2, way=Way.TO_NODE), HalfOpen()],
-    ids=lambda fault: type(fault).__name__,
-)
-def test_a_reply_outlives_each_fault(nodes: list[NodeProcess], fault: Fault) -> None:
-    """A fault at a point leaves the reply as it would have been, and so the next one."""
-    with talking(nodes) as (proxy, talk):
-        expected = "".join(talk.ask("Tell me a story."))
-        for plan in ([Planned(fault, Point(3, 5), "b")], []):
-            talk.reset()
-            proxy.restart()
-            proxy.plan(*plan)
-            assert "".join(talk.ask("Tell me a story.")) == expected
-            proxy.heal()
-        assert [(f.node, f.point.token) for f in proxy.fired] == [("b", 3)]
