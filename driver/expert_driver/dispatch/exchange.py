@@ -49,6 +49,8 @@ class Exchange:
         #: When deadlines are looked at next, and when what had come was last looked at anew.
         self._check_at = self._looked = 0.0
         self.lost = False
+        #: Whether replies have been read here, whose epoch may be news; native code leaves those.
+        self.read = True
         #: Who else owns what a late job of one row was asked for; None: it is waited for.
         self.rivals: Callable[[Job], Sequence[Job]] | None = None
         #: Who else is asked for what a job has not answered: no jobs, if nobody can be.
@@ -204,6 +206,7 @@ class Exchange:
         return False
 
     def _answered(self, link: Link, reply: Reply) -> None:
+        self.read = True
         job, share, size = link.owed[0]
         if job.gathering is not None:
             job.gathering.take(job, share, reply)

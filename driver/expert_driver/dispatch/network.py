@@ -97,7 +97,14 @@ class Network:
                 if not link.owed:
                     link.check(ping=unused > PING_S)
             self.exchange.lost |= any(link.closed for link in self.links)
-        flip = self._epochs.begun(self.links, self.agreement.roster.epoch)
+            self.exchange.read = True
+        flip = False
+        if self.exchange.read:
+            flip = self._epochs.begun(self.links, self.agreement.roster.epoch)
+            # Nodes that were asked in vain are asked again, whoever reads the replies.
+            self.exchange.read = any(
+                link.connection.epoch > self.agreement.roster.epoch for link in self.links
+            )
         if flip or self.exchange.lost or self._prober.back:
             self.exchange.settle()
             if flip:
