@@ -7,9 +7,14 @@
 #include "table.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <sys/uio.h>
 
 #define MOST_NODES 256
+/* Nanoseconds to look for what comes before sleeping, and for how many dispatches of a layer not to
+ * look once that was in vain. */
+#define LOOK 100000
+#define IN_VAIN 32
 
 /* One node: a row of the plan, which is int64 (nodes, 16). Times in nanoseconds. What stands after
  * `replied_at` grows with each dispatch that was answered as it should be. */
@@ -31,6 +36,7 @@ struct layer {
     long experts;
     long form, hidden;
     uint8_t *raw;             /* for a row that is encoded here */
+    long unlooked;            /* dispatches that are still not to be looked for */
     Views views;
 };
 
@@ -225,6 +231,25 @@ static int take(const struct layer *layer, long node, int flags) {
     return 1;
 }
 
+/* Until all have replied, one is odd, or for LOOK: who sleeps wakes late. Whoever else wants this
+ * core gets it, and where replies take longer it is hardly ever tried. */
+static void look(struct layer *layer) {
+    if (layer->unlooked > 0) {
+        layer->unlooked--;
+        return;
+    }
+    int64_t until = clock_now() + LOOK;
+    for (long node = 0; node < layer->nodes; node++)
+        while (layer->lanes[node].state == ASKED)
+            if (take(layer, node, MSG_DONTWAIT) <= 0) {
+                if (clock_now() >= until) {
+                    layer->unlooked = IN_VAIN;
+                    return;
+                }
+                sched_yield();
+            }
+}
+
 /* Until all have replied (1), one is odd or the time is over (0), or a signal came (-1). Waits for
  * one node after the other, since to be woken for each reply takes the nodes' time where cores are
  * few; but when nothing came for as long as a socket waits, it looks at the others. */
@@ -275,7 +300,7 @@ static int add_all(const struct layer *layer, float *total) {
 
 /* arguments: layer, total, seconds. The bytes that went and came; 0 if the caller has to go on. */
 static long back(Views *views, PyObject *const *arguments) {
-    const struct layer *layer = PyCapsule_GetPointer(arguments[0], NAME);
+    struct layer *layer = PyCapsule_GetPointer(arguments[0], NAME);
     const Py_buffer *total = layer ? view_array(views, arguments[1], "total", 'f', -1, 1) : NULL;
     double seconds = total ? PyFloat_AsDouble(arguments[2]) : 0;
     if (!total || PyErr_Occurred()) return -1;
@@ -287,6 +312,7 @@ static long back(Views *views, PyObject *const *arguments) {
     for (;;) {
         int fine;
         Py_BEGIN_ALLOW_THREADS
+        look(layer);
         fine = gather(layer, until);
         if (fine > 0) fine = add_all(layer, total->buf);
         Py_END_ALLOW_THREADS
