@@ -183,7 +183,7 @@ def evaluated(*arrays: mx.array) -> tuple[Host, ...]:
         if values is None:
             waiting.append(array)
     if not waiting:
-        return cast(tuple[Host, ...], tuple(found))
+        return cast("tuple[Host, ...]", tuple(found))
     mx.eval(waiting)
     return tuple(
         np.asarray(array) if values is None else values

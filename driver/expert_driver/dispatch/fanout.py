@@ -156,6 +156,10 @@ class Fanout:
 class Row:
     """One dispatch. `traffic`: the bytes that went and came, once all are there."""
 
+    __slots__ = (
+        "_began", "_fanout", "_gathering", "_ids", "_layer", "_row", "_weights", "traffic"
+    )  # fmt: skip
+
     def __init__(
         self, fanout: Fanout, layer: _Layer, row: Values, ids: Values, weights: Values
     ) -> None:
