@@ -231,23 +231,25 @@ static int take(const struct layer *layer, long node, int flags) {
     return 1;
 }
 
-/* Until all have replied, one is odd, or for LOOK: who sleeps wakes late. Whoever else wants this
- * core gets it, and where replies take longer it is hardly ever tried. */
-static void look(struct layer *layer) {
+/* As `gather` for LOOK at most, -1 then: who sleeps wakes late. Whoever else wants this core gets
+ * it, and where replies take longer it is hardly ever tried. */
+static int look(struct layer *layer) {
     if (layer->unlooked > 0) {
         layer->unlooked--;
-        return;
+        return -1;
     }
     int64_t until = clock_now() + LOOK;
     for (long node = 0; node < layer->nodes; node++)
-        while (layer->lanes[node].state == ASKED)
-            if (take(layer, node, MSG_DONTWAIT) <= 0) {
-                if (clock_now() >= until) {
-                    layer->unlooked = IN_VAIN;
-                    return;
-                }
-                sched_yield();
+        while (layer->lanes[node].state != UNASKED && layer->lanes[node].state != REPLIED) {
+            if (layer->lanes[node].state == ODD) return 0;
+            if (take(layer, node, MSG_DONTWAIT) > 0) continue;
+            if (clock_now() >= until) {
+                layer->unlooked = IN_VAIN;
+                return -1;
             }
+            sched_yield();
+        }
+    return 1;
 }
 
 /* Until all have replied (1), one is odd or the time is over (0), or a signal came (-1). Waits for
@@ -309,15 +311,15 @@ static long back(Views *views, PyObject *const *arguments) {
         return -1;
     }
     int64_t until = clock_now() + (int64_t)(seconds * 1e9);
-    for (;;) {
+    for (int looked = 0;; looked = 1) {
         int fine;
         Py_BEGIN_ALLOW_THREADS
-        look(layer);
-        fine = gather(layer, until);
+        fine = looked ? gather(layer, until) : look(layer);
         if (fine > 0) fine = add_all(layer, total->buf);
         Py_END_ALLOW_THREADS
-        if (fine >= 0) return fine ? count_all(layer->lanes, layer->nodes) : 0;
+        if (fine > 0) return count_all(layer->lanes, layer->nodes);
         if (PyErr_CheckSignals()) return -1;
+        if (!fine) return 0;
     }
 }
 
